@@ -1,0 +1,49 @@
+"""A state is saved by name and restored to any mesh.
+
+Stacked layers are stored as (layers, ...) whatever `rounds` folds them into, so a checkpoint fits every mesh.
+Orbax writes in the background and commits a step whole or not at all.
+"""
+import os
+from functools import partial
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec as P
+from orbax.checkpoint import v1 as ocp
+
+
+def checkpoints(folder, keep=3):
+    """Orbax's Checkpointer on `folder`, which keeps the newest `keep` steps. A context manager: leaving it waits for saves."""
+    return ocp.training.Checkpointer(
+        os.path.abspath(folder), save_decision_policy=ocp.training.save_decision_policies.FixedIntervalPolicy(1),
+        preservation_policy=ocp.training.preservation_policies.LatestN(keep))
+
+
+def is_stacked(path):
+    return any(isinstance(key, jax.tree_util.DictKey) and str(key.key).startswith("layers/") for key in path)
+
+
+def unfold(state):
+    """(rounds, layers // rounds, ...) to (layers, ...), of every stacked leaf."""
+    return jax.tree_util.tree_map_with_path(lambda path, x: x.reshape(-1, *x.shape[2:]) if is_stacked(path) else x, state)
+
+
+def save(saves, step, state, facts):
+    """Starts to save `state` as `step`, with `facts` (JSON) beside it. Errors of an earlier save are raised here."""
+    saves.save_async(step, jax.jit(unfold)(state), custom_metadata=facts)
+
+
+def restore(saves, target):
+    """(state, facts) of the newest step. `target` is the state as ShapeDtypeStructs with the shardings that are wanted."""
+    def stored(path, x):
+        if not is_stacked(path):
+            return x
+        sharding = NamedSharding(x.sharding.mesh, P(*x.sharding.spec[1:]))
+        return jax.ShapeDtypeStruct((x.shape[0] * x.shape[1], *x.shape[2:]), x.dtype, sharding=sharding)
+
+    @partial(jax.jit, donate_argnums=0, out_shardings=jax.tree.map(lambda x: x.sharding, target))
+    def fold(state):
+        return jax.tree.map(lambda x, t: x.reshape(t.shape), state, target)
+
+    step = saves.latest.step
+    state = saves.load(step, jax.tree_util.tree_map_with_path(stored, target))
+    return fold(state), saves.metadata(step).custom_metadata

@@ -1,0 +1,210 @@
+"""An example is a function of its index: tokens in one array, windows of it in a seeded order, nothing to remember.
+
+The only state of the data is how many sequences have been consumed, so a run resumes at any step, with any batch size.
+`data=python` is the text of the standard library that runs this program: on every machine, about 12 MB.
+"""
+import glob
+import os
+import sysconfig
+import zipfile
+import zlib
+from pathlib import Path
+from typing import Callable, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+VALID_SHARE = {"python": 0.025}  # of the bytes of several files; the standard library's is small, so that it is quickly read
+DEFAULT_SHARE = 0.1
+
+
+class Corpus(NamedTuple):
+    """Token ids, and how to read and write them."""
+
+    train: np.ndarray   # (tokens,) unsigned
+    valid: np.ndarray
+    encode: Callable    # str -> list of ids
+    decode: Callable    # ids -> str
+
+
+# ---- text to tokens ------------------------------------------------------------------------------------------------
+
+
+def find(data):
+    """{name: path} of the files that `data` means, in an order that depends on nothing but their names."""
+    if data == "python":
+        root = Path(sysconfig.get_paths()["stdlib"])
+        skip = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+        paths = [p for p in root.rglob("*.py") if not skip & set(p.relative_to(root).parts)]
+    elif Path(data).is_dir():
+        root = Path(data)
+        paths = [p for p in root.rglob("*") if p.is_file() and not any(part[0] == "." for part in p.relative_to(root).parts)]
+    else:
+        paths = [Path(p) for p in glob.glob(data, recursive=True) if os.path.isfile(p)] or [Path(data)] * os.path.isfile(data)
+        root = Path(os.path.commonpath([p.parent for p in paths])) if paths else None
+    if not paths:
+        raise ValueError(f"data={data}: no such text file, no files in such a folder, none match such a glob; give data=PATH")
+    return {p.relative_to(root).as_posix(): p for p in sorted(paths)}
+
+
+def split(files, share):
+    """(train, valid) of {name: bytes}: one file's first 90% and the rest; of several, whole files by their names' hash."""
+    if len(files) == 1:
+        [(name, text)] = files.items()
+        cut = int(len(text) * (1 - share))
+        return {name: text[:cut]}, {name: text[cut:]}
+    train, valid, wanted = dict(files), {}, share * sum(map(len, files.values()))
+    for name in sorted(files, key=lambda n: zlib.crc32(n.encode())):
+        if len(train) > 1 and sum(map(len, valid.values())) < wanted:
+            valid[name] = train.pop(name)
+    return train, valid
+
+
+def bytes_of(path, several):
+    """A file's bytes; of several files, each ends in byte 0, which is in no text, to say where the next begins."""
+    text = path.read_bytes()
+    if 0 in text:
+        raise ValueError(f"{path} is not a text file: byte {text.index(0)} is 0")
+    return text + b"\0" * several
+
+
+def load(cfg):
+    """The Corpus of cfg.data. Raises ValueError naming file and remedy for what is no text, too short or not in the vocabulary."""
+    files = find(cfg.data)
+    share = VALID_SHARE.get(cfg.data, DEFAULT_SHARE)
+    if cfg.tokenizer == "bytes":
+        make = lambda: [np.concatenate([np.frombuffer(t, np.uint8) for t in part.values()])
+                        for part in split({n: bytes_of(p, len(files) > 1) for n, p in files.items()}, share)]
+        train, valid = cached(files, make) if cfg.data == "python" else make()
+        corpus = Corpus(train, valid, lambda text: list(text.encode()), lambda ids: bytes(map(int, ids)).decode(errors="replace"))
+        found, what = int(max(train.max(initial=0), valid.max(initial=0))) + 1, "byte values up to"
+    else:
+        texts = split({n: characters(p, bytes_of(p, len(files) > 1)) for n, p in files.items()}, share)
+        codes = [np.frombuffer("".join(part.values()).encode("utf-32-le"), np.uint32) for part in texts]
+        alphabet = np.unique(np.concatenate(codes))
+        dtype = np.uint16 if len(alphabet) <= 2**16 else np.uint32
+        train, valid = (np.searchsorted(alphabet, c).astype(dtype) for c in codes)
+        number = {chr(c): i for i, c in enumerate(alphabet)}
+        corpus = Corpus(train, valid, lambda text: [number[c] for c in text],
+                        lambda ids: "".join(chr(alphabet[i]) for i in ids))
+        found, what = len(alphabet), "different characters:"
+    if found > cfg.vocab:
+        raise ValueError(f"data={cfg.data} has {what} {found}, the vocabulary is vocab={cfg.vocab}; say vocab={found}")
+    for name, tokens, least in (("train", train, 2 * cfg.seq), ("valid", valid, 2)):
+        if len(tokens) < least:
+            raise ValueError(f"data={cfg.data}: its {name} part is {len(tokens)} tokens, too few for seq={cfg.seq}: "
+                             f"give more text or a smaller seq")
+    return corpus
+
+
+def characters(path, text):
+    try:
+        return text.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8: byte {error.start} is {text[error.start]:#x}; tokenizer=bytes takes it") from error
+
+
+def cached(files, make):
+    """make()'s two arrays, kept in the user's cache folder under a name that tells these very files."""
+    stamp = zlib.crc32(repr([(n, p.stat().st_size, p.stat().st_mtime_ns) for n, p in files.items()]).encode())
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tenfold"
+    path = folder / f"python-{stamp:08x}.npz"
+    try:
+        with np.load(path) as kept:
+            return kept["train"], kept["valid"]
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):  # not there, or cut short: make it (again)
+        train, valid = make()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{os.getpid()}.npz")  # renamed when whole: another run sees all of it or nothing
+        np.savez(part, train=train, valid=valid)
+        os.replace(part, path)
+    except OSError as error:
+        print(f"not kept for the next run: {error}")
+    return train, valid
+
+
+# ---- tokens to examples, by index ----------------------------------------------------------------------------------
+
+
+def mix(x):
+    """A hash of uint64 arrays (the finalizer of splitmix64, Steele et al. 2014)."""
+    with np.errstate(over="ignore"):
+        x = (np.asarray(x, np.uint64) + np.uint64(0x9E3779B97F4A7C15))
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return x ^ (x >> np.uint64(31))
+
+
+def permute(index, n, key):
+    """Where `index` (array, each < n) stands in a permutation of range(n) that `key` (array) picks. No memory: a Feistel
+    network over the smallest even number of bits that hold n, walked until it lands below n (Black and Rogaway 2002)."""
+    half = np.uint64(max(1, -(-(n - 1).bit_length() // 2)))
+    low = (np.uint64(1) << half) - np.uint64(1)
+    x, out = np.asarray(index, np.uint64), np.ones(len(index), bool)
+    while out.any():
+        left, right = x >> half, x & low
+        for turn in range(4):
+            left, right = right, left ^ (mix(right ^ mix(key + np.uint64(turn))) & low)
+        x = np.where(out, left << half | right, x)
+        out = x >= n
+    return x.astype(np.int64)
+
+
+def windows(tokens, seq):
+    """Windows of an epoch: they tile the tokens from a start that each epoch draws, so cuts fall elsewhere each time."""
+    return (len(tokens) - seq) // seq
+
+
+def rows(cfg, tokens, first):
+    """(batch, seq + 1) tokens: the sequences number first, first + 1, ... of the run, a pure function of cfg.seed."""
+    n = windows(tokens, cfg.seq)
+    index = first + np.arange(cfg.batch)
+    key = mix(mix(cfg.seed) ^ (index // n).astype(np.uint64))
+    starts = permute(index % n, n, key) * cfg.seq + (key % np.uint64(cfg.seq)).astype(np.int64)
+    return tokens[starts[:, None] + np.arange(cfg.seq + 1)]
+
+
+def as_batch(text, weights, accum):
+    """(batch, seq + 1) tokens and (batch, seq) weights of their targets to arrays of (accum, batch / accum, seq)."""
+    b, t = weights.shape
+    arrays = {
+        "rows": np.arange(b, dtype=np.int32),
+        "tokens": text[:, :-1].astype(np.int32),
+        "targets": text[:, 1:].astype(np.int32),
+        "weights": weights.astype(np.float32),
+        "segments": np.ones((b, t), np.int32),
+        "positions": np.broadcast_to(np.arange(t, dtype=np.int32), (b, t)),
+    }
+    return {name: x.reshape(accum, b // accum, *x.shape[1:]) for name, x in arrays.items()}
+
+
+def put(mesh, specs, batch):
+    """Arrays of (accum, rows, ...) onto the mesh; each device is sent its own part only."""
+    def one(x, spec):
+        sharding = NamedSharding(mesh, P(None, *spec))
+        if jax.process_count() == 1:
+            return jax.device_put(x, sharding)
+        return jax.make_array_from_callback(x.shape, sharding, lambda where: x[where])
+    return {name: one(x, specs[name]) for name, x in batch.items()}
+
+
+def stream(cfg, tokens, first):
+    """Batches without end, from sequence number `first` on."""
+    while True:
+        yield as_batch(rows(cfg, tokens, first), np.ones((cfg.batch, cfg.seq)), cfg.accum)
+        first += cfg.batch
+
+
+def once(cfg, tokens):
+    """Batches that hold each token of `tokens`, after the first, as a target once; what fills up the last weighs 0."""
+    n = -(-(len(tokens) - 1) // cfg.seq)
+    n += -n % cfg.batch
+    padded = np.zeros(n * cfg.seq + 1, tokens.dtype)
+    padded[:len(tokens)] = tokens
+    targets = np.arange(1, n * cfg.seq + 1).reshape(n, cfg.seq)
+    for i in range(0, n, cfg.batch):
+        where = targets[i:i + cfg.batch]
+        text = padded[np.concatenate([where[:, :1] - 1, where], 1)]
+        yield as_batch(text, where < len(tokens), cfg.accum)

@@ -1,0 +1,514 @@
+"""One step, one loop, one command line.
+
+    python train.py --config=NAME [--workdir=DIR] [--mode=train|eval|compile|plot] [field=value ...]
+
+The step: each device takes its part of the batch through loss and gradient (`make_gradients`), then Optax updates
+global arrays (`make_step`). The loop launches a step before it reads what the one before it reported.
+"""
+import collections
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import re
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl import logging
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+import checkpoint
+import configs
+import data
+import pgle
+from mesh import AXES, local, make_mesh, missing, total
+from model import count, init_params, shardings, transformer
+
+
+class State(NamedTuple):
+    """All that a step changes. `bad_steps` are those that moved nothing but `step`: no finite gradient, or no token."""
+
+    step: Any        # steps taken; so the optimizer's own count is step - bad_steps
+    params: Any      # {name: float32 array}
+    opt: Any
+    ema: Any         # like params, or None
+    bad_steps: Any
+    bad_in_a_row: Any
+
+
+# ---- the optimizer -------------------------------------------------------------------------------------------------
+
+
+def make_schedule(cfg):
+    """The learning rate of an update, by the updates before it.
+
+    With t = updates before + schedule_start: t / warmup_steps of the peak until warmup_steps, the peak until decay_start, then
+    falling to min_ratio of it at decay_end: on a half cosine, geometrically, or (wsd) on a line. `docs/schedules.md` has a table.
+    """
+    last_fifth = cfg.steps - cfg.steps // 5
+    start = cfg.decay_start or (max(cfg.warmup_steps, last_fifth) if cfg.schedule == "wsd" else cfg.warmup_steps)
+    end = max(cfg.decay_end or cfg.steps, start + 1)
+    fall = {"constant": lambda p: 1.0,
+            "cosine": lambda p: cfg.min_ratio + (1 - cfg.min_ratio) * 0.5 * (1 + jnp.cos(math.pi * p)),
+            "exponential": lambda p: cfg.min_ratio**p,
+            "wsd": lambda p: 1 - (1 - cfg.min_ratio) * p}[cfg.schedule]
+
+    def rate(count):
+        t = jnp.asarray(count + cfg.schedule_start, jnp.float32)
+        warm = jnp.minimum(t / cfg.warmup_steps, 1) if cfg.warmup_steps else 1
+        return cfg.learning_rate * warm * fall(jnp.clip((t - start) / (end - start), 0, 1))
+    return rate
+
+
+def cap_rms(cap, table):
+    """Scales each update down to a root mean square of `cap`: per tensor, in a stack per layer. Padding does not count."""
+    def one(path, u):
+        size = table[path[0].key].size
+        stacked = u.ndim - len(size)  # (R, L // R, ...) of (L, ...)
+        axes = tuple(range(2 * stacked, u.ndim))
+        rms = jnp.sqrt(jnp.sum(u * u, axes, keepdims=True) / math.prod(size[stacked:]))
+        return u / jnp.maximum(1, rms / cap)
+    return optax.stateless(lambda updates, _: jax.tree_util.tree_map_with_path(one, updates))
+
+
+def is_frozen(cfg, table):
+    """{name: whether its name matches cfg.frozen}. Raises ValueError for a pattern that is none or matches nothing."""
+    try:
+        names = {name: bool(cfg.frozen and re.search(cfg.frozen, name)) for name in table}
+    except re.error as error:
+        raise ValueError(f"frozen={cfg.frozen} is not a regular expression: {error}") from error
+    if cfg.frozen and not any(names.values()):
+        raise ValueError(f"frozen={cfg.frozen} matches no parameter; nearest is {configs.nearest(cfg.frozen, list(table))}")
+    return names
+
+
+def make_optimizer(cfg, table):
+    """Clip by global norm, Adam, cap, decay, rate: an Optax transformation of {name: array}."""
+    decayed = {name: cfg.decay == "all" or p.decay for name, p in table.items()}
+    tx = optax.chain(
+        optax.clip_by_global_norm(cfg.clip) if cfg.clip else optax.identity(),
+        optax.scale_by_adam(cfg.beta1, cfg.beta2, cfg.eps, cfg.eps_root),
+        cap_rms(cfg.rms_cap, table) if cfg.rms_cap else optax.identity(),
+        optax.add_decayed_weights(cfg.weight_decay, decayed),
+        optax.scale_by_learning_rate(make_schedule(cfg)),
+    )
+    if not cfg.frozen:
+        return tx
+    labels = {name: "frozen" if frozen else "trained" for name, frozen in is_frozen(cfg, table).items()}
+    return optax.partition({"trained": tx, "frozen": optax.set_to_zero()}, labels)  # no moments for the frozen
+
+
+# ---- the step ------------------------------------------------------------------------------------------------------
+
+
+def init_state(cfg, table, tx):
+    params = init_params(table, cfg.seed)
+    zero = jnp.zeros((), jnp.int32)
+    ema = jax.tree.map(jnp.copy, params) if cfg.ema_decay else None
+    return State(zero, params, tx.init(params), ema, zero, zero)
+
+
+def state_shardings(cfg, mesh, table, tx):
+    """A State of NamedShardings: the optimizer's and the average's arrays lie where their parameters do."""
+    place, everywhere = shardings(mesh, table), NamedSharding(mesh, P())
+    def one(path, x):
+        names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey) and key.key in table]
+        return place[names[-1]] if names and x.shape == table[names[-1]].shape else everywhere
+    return jax.tree_util.tree_map_with_path(one, jax.eval_shape(partial(init_state, cfg, table, tx)))
+
+
+def step_specs(cfg, task):
+    """PartitionSpecs of the parameters and of a batch, whose arrays are (accum, ...)."""
+    return ({name: p.spec for name, p in task.params(cfg).items()},
+            {name: P(None, *spec) for name, spec in task.batch(cfg).items()})
+
+
+def make_gradients(cfg, mesh, task):
+    """(params, batch, step) -> (mean gradients, metrics as (sum, weight)), both global, over the whole batch."""
+    table = task.params(cfg)
+    frozen, specs, batch_specs = is_frozen(cfg, table), *step_specs(cfg, task)
+
+    def device(params, batch, step):  # what one device does
+        params, batch, step = local((params, batch, step), (specs, batch_specs, P()))
+
+        def loss(params, micro):
+            return task.loss(cfg, {n: jax.lax.stop_gradient(p) if frozen[n] else p for n, p in params.items()}, micro, step)
+
+        def add(grads, micro):
+            (_, metrics), g = jax.value_and_grad(loss, has_aux=True)(params, micro)
+            return jax.tree.map(jnp.add, grads, g), metrics
+
+        zeros = local(jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), params), dict.fromkeys(params, P()))
+        grads, metrics = jax.lax.scan(add, zeros, batch)
+        metrics = total(jax.tree.map(lambda x: x.sum(0), metrics))
+        weight = metrics["loss"][1]
+        return {n: total(g, missing(specs[n])) / jnp.where(weight > 0, weight, 1) for n, g in grads.items()}, metrics
+
+    return jax.shard_map(device, mesh=mesh, in_specs=(specs, batch_specs, P()), out_specs=(specs, P()))
+
+
+def make_step(cfg, mesh, task, tx):
+    """(state, batch) -> (state, report). The state is donated; what is not finite leaves all but `step` as it was."""
+    gradients, rate = make_gradients(cfg, mesh, task), make_schedule(cfg)
+
+    def step(state, batch):
+        grads, metrics = gradients(state.params, batch, state.step)
+        loss, weight = metrics["loss"]
+        norm = optax.global_norm(grads)
+        good = jnp.isfinite(norm) & jnp.isfinite(loss) & (weight > 0)
+        updates, opt = tx.update(grads, state.opt, state.params)
+        params = optax.apply_updates(state.params, updates)
+        decay = jnp.minimum(cfg.ema_decay, (1.0 + state.step) / (10.0 + state.step))  # short at first, as in Pax
+        ema = state.ema and jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, state.ema, params)
+        params, opt, ema = jax.tree.map(partial(jnp.where, good), (params, opt, ema), (state.params, state.opt, state.ema))
+        bad = 1 - good.astype(jnp.int32)
+        ends = state.bad_in_a_row >= cfg.max_bad_steps  # stays, so that the loop sees it whenever it looks
+        in_a_row = jnp.where(ends, state.bad_in_a_row, (state.bad_in_a_row + 1) * bad)
+        new = State(state.step + 1, params, opt, ema, state.bad_steps + bad, in_a_row)
+        return new, metrics | {"grad_norm": norm, "learning_rate": rate(state.step - state.bad_steps),
+                               "bad_steps": new.bad_steps, "bad_in_a_row": in_a_row}
+
+    return jax.jit(step, donate_argnums=0, out_shardings=(state_shardings(cfg, mesh, task.params(cfg), tx), None))
+
+
+def make_eval(cfg, mesh, task):
+    """(params, batch) -> metrics as (sum, weight), without dropout."""
+    specs = step_specs(cfg, task)
+
+    def device(params, batch):
+        params, batch = local((params, batch), specs)
+        _, metrics = jax.lax.scan(lambda _, micro: ((), task.loss(cfg, params, micro)[1]), (), batch)
+        return total(jax.tree.map(lambda x: x.sum(0), metrics))
+
+    return jax.jit(jax.shard_map(device, mesh=mesh, in_specs=specs, out_specs=P()))
+
+
+def make_sampler(cfg, mesh, task):
+    """(params, prompt ids, key) -> prompt and cfg.sample_tokens more ids, each from a forward pass over the last seq tokens."""
+    specs, _ = step_specs(cfg, task)
+    batch_specs = task.batch(cfg)
+
+    def device(params, batch, last):
+        params, batch = local((params, batch), (specs, batch_specs))
+        return task.logits(cfg, params, batch, last=last)
+
+    # The same row on every device: each has its logits, for its part of the vocabulary.
+    copies = tuple(axis for axis in AXES if axis != "tensor")
+    rows = cfg.axis("data") * cfg.axis("fsdp")
+    logits = jax.shard_map(device, mesh=mesh, in_specs=(specs, batch_specs, P()), out_specs=P(copies, "tensor"))
+
+    def sample(params, prompt, key):
+        start, n = len(prompt), cfg.sample_tokens
+
+        def one(i, tokens):
+            first = jnp.maximum(0, i - cfg.seq)
+            window = jax.lax.dynamic_slice(tokens, (first,), (cfg.seq,))
+            row = {"tokens": window, "targets": window, "weights": jnp.ones(cfg.seq), "segments": jnp.ones_like(window),
+                   "positions": jnp.arange(cfg.seq), "rows": jnp.int32(0)}
+            batch = {name: jnp.broadcast_to(x, (rows, *x.shape)) for name, x in row.items()}
+            scores = logits(params, batch, i - 1 - first)[0]
+            if cfg.temperature:  # the largest of logits plus Gumbel noise is a draw from their softmax
+                scores = scores / cfg.temperature + jax.random.gumbel(jax.random.fold_in(key, i), scores.shape)
+            return tokens.at[i].set(scores.argmax())
+
+        tokens = jnp.zeros(max(start + n, cfg.seq), jnp.int32).at[:start].set(prompt)
+        return jax.lax.fori_loop(start, start + n, one, tokens)[:start + n]
+
+    return jax.jit(sample)
+
+
+# ---- what a person sees --------------------------------------------------------------------------------------------
+
+
+def overview(cfg, task, mesh):
+    """The parameters, a line each: name, shape, placement, count; then totals, and what a device holds of the state."""
+    table = task.params(cfg)
+    bytes_here = 4 * (4 if cfg.ema_decay else 3) * sum(
+        math.prod(NamedSharding(mesh, p.spec).shard_shape(p.shape)) for p in table.values())  # parameters, two moments, average
+    lines = [("parameter", "shape", "placement", "count")]
+    for name, p in table.items():
+        placement = ", ".join("-" if axis is None else str(axis) for axis in p.spec)
+        lines.append((name, " x ".join(map(str, p.shape)), placement, f"{math.prod(p.size):,}"))
+    wide = [max(len(line[i]) for line in lines) for i in range(4)]
+    text = [f"{a:{wide[0]}}  {b:{wide[1]}}  {c:{wide[2]}}  {d:>{wide[3]}}" for a, b, c, d in lines]
+    text.append(f"{count(table):,} parameters; {bytes_here / 2**20:,.1f} MiB of parameters and optimizer on each device")
+    text.append(f"mesh {' x '.join(f'{axis} {mesh.shape[axis]}' for axis in AXES)} = {mesh.size} "
+                f"{mesh.devices.flat[0].device_kind}; {cfg.batch:,} sequences x {cfg.seq:,} = {cfg.batch * cfg.seq:,} tokens a step")
+    return "\n".join(text)
+
+
+def clock(seconds):
+    return time.strftime("%H:%M:%S" if seconds >= 3600 else "%M:%S", time.gmtime(seconds))
+
+
+PAX_TAGS = {  # TensorBoard tags that Pax's users know
+    "loss": ("loss", "Metrics/log_pplx"), "log_pplx": ("loss", "Metrics/log_pplx"), "learning_rate": ("lr", "learning/lr"),
+    "grad_norm": ("learning/raw_grad_norm",), "accuracy": ("Metrics/fraction_of_correct_next_step_preds",),
+    "steps_per_second": ("Steps/sec",), "num_predictions": ("Metrics/num_predictions",),
+}
+
+
+class Journal:
+    """What a run tells: lines on the terminal; in its workdir metrics.jsonl, TensorBoard events and loss.png."""
+
+    def __init__(self, cfg, mesh, task, workdir, step):
+        """Keeps rows up to `step`: what a run that was cut off wrote after its last checkpoint comes again."""
+        from tensorboardX import SummaryWriter
+        self.cfg, self.workdir, self.devices = cfg, workdir, mesh.size
+        self.flops, self.peak = task.flops(cfg), pgle.PEAK_FLOPS.get(mesh.devices.flat[0].device_kind)
+        kept = [row for row in read_metrics(workdir) if row["step"] <= step]
+        self.file = open(workdir / "metrics.jsonl", "w", buffering=1)
+        self.file.writelines(json.dumps(row) + "\n" for row in kept)
+        self.writers = {name: SummaryWriter(str(workdir / "summaries" / name), purge_step=step + 1 if step else None)
+                        for name in ("train", "eval_test_valid")}
+        self.writers["train"].add_text("parameters", "    " + overview(cfg, task, mesh).replace("\n", "\n    "), step)
+        self.bad_steps, self.step, self.time = 0, step, time.perf_counter()
+
+    def lap(self):
+        """Seconds since the last lap or row; the next row's rates count from now."""
+        now = time.perf_counter()
+        seconds, self.time = now - self.time, now
+        return seconds
+
+    def trained(self, step, report):
+        """Reads what a step reported (this waits for the step), and tells it. Ends the run after too many bad steps."""
+        report = jax.tree.map(float, jax.device_get(report))
+        cfg, (loss, weight) = self.cfg, report["loss"]
+        step_time = self.lap() / (step - self.step)
+        rate = cfg.batch * cfg.seq / step_time
+        row = {"step": step, "loss": loss / (weight or 1), "accuracy": report["accuracy"][0] / (weight or 1),
+               "grad_norm": report["grad_norm"], "learning_rate": report["learning_rate"], "num_predictions": weight,
+               "tokens": step * cfg.batch * cfg.seq, "tokens_per_second": rate, "step_time": step_time,
+               "mfu": self.peak and rate * self.flops / (self.peak * self.devices), "bad_steps": int(report["bad_steps"])}
+        self.step = step
+        self.write("train", row | {"steps_per_second": 1 / step_time})
+        print(f"step {step}/{cfg.steps}  loss {row['loss']:.4f}  learning rate {row['learning_rate']:.2e}  "
+              f"gradient norm {row['grad_norm']:.3f}  {rate:,.0f} tokens/s  "
+              f"MFU {'unknown' if row['mfu'] is None else format(row['mfu'], '.1%')}  "
+              f"{clock((cfg.steps - step) * step_time)} left", flush=True)
+        if row["bad_steps"] > self.bad_steps:
+            why = "with 0 valid tokens" if not weight else "whose loss or gradient is not finite"
+            print(f"step {step}: {row['bad_steps']} bad steps by now, the last few {why}: they moved nothing", flush=True)
+            self.bad_steps = row["bad_steps"]
+        if report["bad_in_a_row"] >= cfg.max_bad_steps:
+            raise SystemExit(f"train.py: {cfg.max_bad_steps} steps in a row had no finite gradient or no token (max_bad_steps): "
+                             f"stopped at step {step}; the parameters and the checkpoints before are good")
+
+    def evaluated(self, step, name, result):
+        self.write(f"eval_test_{name}", {"step": step} | result, prefix=f"eval/{name}/")
+        print(f"step {step}/{self.cfg.steps}  {name}: log_pplx {result['log_pplx']:.4f} nats per token, accuracy "
+              f"{result['accuracy']:.4f}, over {result['num_predictions']:,.0f} tokens", flush=True)
+        plot(self.workdir)
+
+    def write(self, folder, row, prefix=""):
+        """`row` as a line of JSON, its keys but `step` with `prefix`, and in TensorBoard's `folder` under Pax's tags."""
+        finite = {key: value if value is None or math.isfinite(value) else None for key, value in row.items()}
+        self.file.write(json.dumps({key if key == "step" else prefix + key: value for key, value in finite.items()}) + "\n")
+        for key, value in row.items():
+            for tag in PAX_TAGS.get(key, ()):
+                self.writers[folder].add_scalar(tag, value, row["step"])
+
+    def close(self):
+        self.file.close()
+        for writer in self.writers.values():
+            writer.close()
+
+
+def read_metrics(workdir):
+    """The rows of metrics.jsonl; a last line that was cut short by a kill is left out."""
+    path = workdir / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def plot(workdir):
+    """Draws loss.png: the loss on the batches trained on and on the validation split, against steps."""
+    import matplotlib
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    rows = read_metrics(workdir)
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=110)
+    for key, label, style in (("loss", "train", {"linewidth": 1}), ("eval/valid/log_pplx", "validation", {"marker": "o"})):
+        points = [(row["step"], row[key]) for row in rows if key in row and row[key] is not None]
+        if points:
+            axes.plot(*zip(*points), label=f"{label} (last {points[-1][1]:.3f})", **style)
+    axes.set(xlabel="step", ylabel="loss (nats per token)", title=workdir.name)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.tight_layout()
+    part = workdir / "loss.part.png"  # renamed when whole
+    figure.savefig(part)
+    os.replace(part, workdir / "loss.png")
+    pyplot.close(figure)
+
+
+# ---- the loop ------------------------------------------------------------------------------------------------------
+
+
+def evaluate(cfg, run, params, mesh, task, tokens):
+    """{log_pplx, accuracy, num_predictions} over all of `tokens`, each predicted once. Sums meet on the host in float64."""
+    results = [run(params, data.put(mesh, task.batch(cfg), batch)) for batch in data.once(cfg, tokens)]
+    sums = {name: np.sum([[np.float64(x) for x in r[name]] for r in jax.device_get(results)], 0) for name in results[0]}
+    return {"log_pplx": sums["loss"][0] / sums["loss"][1], "accuracy": sums["accuracy"][0] / sums["accuracy"][1],
+            "num_predictions": sums["loss"][1]}
+
+
+def averaged(cfg, state):
+    """The parameters to evaluate: their moving average, where there is one and cfg.eval_ema says so."""
+    return state.ema if cfg.ema_decay and cfg.eval_ema else state.params
+
+
+def restored(saves, init, places):
+    """(state, sequences consumed) of the newest checkpoint, or of the start."""
+    if not saves.latest:
+        return jax.jit(init, out_shardings=places)(), 0
+    target = jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), jax.eval_shape(init), places)
+    state, facts = checkpoint.restore(saves, target)
+    return state, facts["sequences"]
+
+
+def train(cfg, mesh, task, corpus, workdir):
+    """Trains to cfg.steps, from the newest checkpoint in `workdir` where there is one, and leaves what the Journal says there."""
+    table = task.params(cfg)
+    tx = make_optimizer(cfg, table)
+    run_step, run_eval = make_step(cfg, mesh, task, tx), make_eval(cfg, mesh, task)
+    print(overview(cfg, task, mesh), flush=True)
+
+    with checkpoint.checkpoints(workdir / "checkpoints") as saves:
+        state, sequences = restored(saves, partial(init_state, cfg, table, tx), state_shardings(cfg, mesh, table, tx))
+        first = int(state.step)
+        if first:
+            print(f"continues from step {first}, found in {workdir}")
+        if first >= cfg.steps:
+            print(f"steps={cfg.steps} are taken: nothing to do (go on with steps=N, begin again with another --workdir)")
+            return
+        with contextlib.closing(Journal(cfg, mesh, task, workdir, first)) as journal:
+            batches, running, unread = data.stream(cfg, corpus.train, sequences), collections.deque(), None
+            for step in range(first + 1, cfg.steps + 1):
+                state, report = run_step(state, next(batches))
+                if step == first + 1:
+                    print(f"compiled in {journal.lap():.1f} s", flush=True)
+                if unread:  # a report is read when the step after it is under way
+                    journal.trained(*unread)
+                last = step == cfg.steps
+                unread = (step, report) if last or step == first + 1 or step % cfg.log_every == 0 else None
+                evaluates, saving = last or step % cfg.eval_every == 0, last or step % cfg.checkpoint_every == 0
+                if unread and (evaluates or saving):
+                    journal.trained(*unread)
+                    unread = None
+                if evaluates:
+                    journal.evaluated(step, "valid", evaluate(cfg, run_eval, averaged(cfg, state), mesh, task, corpus.valid))
+                if saving:
+                    checkpoint.save(saves, step, state, {"sequences": sequences + (step - first) * cfg.batch})
+                if evaluates or saving:
+                    journal.lap()  # their time is not the steps'
+                running.append(report)
+                if len(running) > 2:  # the host stays two steps ahead: more would only hold more batches
+                    jax.block_until_ready(running.popleft())
+    if cfg.sample_tokens:
+        prompt = corpus.valid[:min(32, cfg.seq)]
+        ids = make_sampler(cfg, mesh, task)(averaged(cfg, state), prompt, jax.random.key(cfg.seed))
+        print(f"---- the model goes on from {corpus.decode(prompt)!r}:\n{corpus.decode(np.asarray(ids))}\n----")
+    print(f"{workdir / 'loss.png'}, metrics.jsonl and TensorBoard events beside it; checkpoint {workdir / 'checkpoints' / str(cfg.steps)}")
+
+
+# ---- the command line ----------------------------------------------------------------------------------------------
+
+FLAGS = {"config": "tiny", "workdir": "", "mode": "train", "topology": ""}
+TASK = transformer
+
+
+def show_configs():
+    """A line a config: name, parameters, topology, what it is."""
+    for name, make in configs.CONFIGS.items():
+        cfg = make()
+        print(f"{name:20} {count(TASK.params(cfg)):>16}  {cfg.topology:12} {make.__doc__}")
+
+
+def mesh_here(name, cfg, devices):
+    """(cfg, mesh) on `devices`. Raises ValueError, with what to do, where they are not as many as the config wants."""
+    try:
+        cfg = configs.resolve(cfg, len(devices))
+    except ValueError as error:
+        wide = " ".join(f"{level}.{axis}=1" for level in ("ici", "dcn")
+                        for axis, size in dataclasses.asdict(getattr(cfg, level)).items() if size > 1)
+        raise ValueError(f"{name}: {error} ({devices[0].device_kind}). Compile it here with --mode=compile; run it here, if it "
+                         f"fits, with {wide or 'a mesh that fits'} and your text, data=PATH") from error
+    return cfg, make_mesh(dataclasses.astuple(cfg.ici), dataclasses.astuple(cfg.dcn), devices)
+
+
+def compile_step(cfg, mesh, task):
+    """Compiles the training step from shapes alone; prints parameters and bytes per device."""
+    tx = make_optimizer(cfg, task.params(cfg))
+    state = jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+                         jax.eval_shape(partial(init_state, cfg, task.params(cfg), tx)),
+                         state_shardings(cfg, mesh, task.params(cfg), tx))
+    shapes = jax.eval_shape(lambda: data.as_batch(jnp.zeros((cfg.batch, cfg.seq + 1)), jnp.ones((cfg.batch, cfg.seq)), cfg.accum))
+    batch = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, step_specs(cfg, task)[1][name]))
+             for name, x in shapes.items()}
+    print(overview(cfg, task, mesh), flush=True)
+    since = time.perf_counter()
+    compiled = make_step(cfg, mesh, task, tx).lower(state, batch).compile()
+    print(f"compiled in {time.perf_counter() - since:.1f} s for {mesh.size} {mesh.devices.flat[0].device_kind} devices")
+    print(f"parameters: {count(task.params(cfg))}")
+    for what, size in pgle.report(compiled).items():
+        print(f"{what} per device: {size} bytes ({size / 2**30:.2f} GiB)")
+
+
+def main(argv):
+    try:
+        flags, words = configs.command_line(argv, FLAGS)
+        name, mode = flags["config"], flags["mode"]
+        if name == "list":
+            return show_configs()
+        for what, word, known in (("config", name, configs.CONFIGS), ("mode", mode, MODES), ("topology", flags["topology"], ("", "cpu"))):
+            if word not in known:
+                raise ValueError(f"--{what}={word}: no such {what}; did you mean {configs.nearest(word, list(known))}? "
+                                 f"There are: {', '.join(filter(None, known))}")
+        cfg = configs.override(configs.CONFIGS[name](), words)
+        is_frozen(cfg, TASK.params(cfg))
+    except ValueError as error:
+        raise SystemExit(f"train.py: {error}") from error
+    logging.set_verbosity(logging.ERROR)  # Orbax narrates
+    # The same command finds its own folder again; another has another.
+    workdir = Path(flags["workdir"] or Path("runs") / ",".join([name, *sorted(words)]).replace("/", "_")[:200])
+    MODES[mode](name, cfg, workdir)
+
+
+def setup(name, cfg):
+    """(cfg, mesh, corpus); what is wrong with devices or data ends the run in one line, before any compile."""
+    try:
+        cfg, mesh = mesh_here(name, cfg, jax.devices())
+        return cfg, mesh, data.load(cfg)
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"train.py: {error}") from error
+
+
+def run_training(name, cfg, workdir):
+    cfg, mesh, corpus = setup(name, cfg)
+    print(f"{name}: " + " ".join(f"{key}={value}" for key, value in dataclasses.asdict(cfg).items()))
+    workdir.mkdir(parents=True, exist_ok=True)
+    (workdir / "config.json").write_text(json.dumps(dataclasses.asdict(cfg), indent=1))
+    train(cfg, mesh, TASK, corpus, workdir)
+
+
+def run_compile(name, cfg, workdir):
+    """On CPU devices that are made here, as many as the config's mesh has."""
+    wanted = math.prod(size for level in (cfg.ici, cfg.dcn) for size in dataclasses.astuple(level) if size != -1)
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", wanted)
+    compile_step(*mesh_here(name, cfg, jax.devices()), TASK)
+
+
+MODES = {"train": run_training, "compile": run_compile}
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
