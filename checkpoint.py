@@ -32,8 +32,13 @@ def save(saves, step, state, facts):
     saves.save_async(step, jax.jit(unfold)(state), custom_metadata=facts)
 
 
+def facts(saves):
+    """What was saved beside the newest step."""
+    return saves.metadata(saves.latest.step).custom_metadata
+
+
 def restore(saves, target):
-    """(state, facts) of the newest step. `target` is the state as ShapeDtypeStructs with the shardings that are wanted."""
+    """The state of the newest step. `target` is the state as ShapeDtypeStructs with the shardings that are wanted."""
     def stored(path, x):
         if not is_stacked(path):
             return x
@@ -44,6 +49,4 @@ def restore(saves, target):
     def fold(state):
         return jax.tree.map(lambda x, t: x.reshape(t.shape), state, target)
 
-    step = saves.latest.step
-    state = saves.load(step, jax.tree_util.tree_map_with_path(stored, target))
-    return fold(state), saves.metadata(step).custom_metadata
+    return fold(saves.load(saves.latest.step, jax.tree_util.tree_map_with_path(stored, target)))

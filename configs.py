@@ -271,7 +271,8 @@ def tiny():
 def shakespeare_char():
     """nanoGPT's CPU setting: 4 layers of 128, context 64, on tinyshakespeare.txt"""
     return Config(data="tinyshakespeare.txt", tokenizer="chars", vocab=65, seq=64, batch=12, steps=2000,
-                  layers=4, d_model=128, heads=4, kv_heads=4, d_head=32, d_ff=344)
+                  layers=4, d_model=128, heads=4, kv_heads=4, d_head=32, d_ff=344, unroll=True,
+                  learning_rate=3e-3, warmup_steps=100, min_ratio=0.01)
 
 
 def c4_1b():

@@ -78,7 +78,8 @@ def load(cfg):
                         for part in split({n: bytes_of(p, len(files) > 1) for n, p in files.items()}, share)]
         train, valid = cached(files, make) if cfg.data == "python" else make()
         corpus = Corpus(train, valid, lambda text: list(text.encode()), lambda ids: bytes(map(int, ids)).decode(errors="replace"))
-        found, what = int(max(train.max(initial=0), valid.max(initial=0))) + 1, "byte values up to"
+        if max(train.max(initial=0), valid.max(initial=0)) >= cfg.vocab:
+            refuse_byte(cfg, files)
     else:
         texts = split({n: characters(p, bytes_of(p, len(files) > 1)) for n, p in files.items()}, share)
         codes = [np.frombuffer("".join(part.values()).encode("utf-32-le"), np.uint32) for part in texts]
@@ -88,14 +89,21 @@ def load(cfg):
         number = {chr(c): i for i, c in enumerate(alphabet)}
         corpus = Corpus(train, valid, lambda text: [number[c] for c in text],
                         lambda ids: "".join(chr(alphabet[i]) for i in ids))
-        found, what = len(alphabet), "different characters:"
-    if found > cfg.vocab:
-        raise ValueError(f"data={cfg.data} has {what} {found}, the vocabulary is vocab={cfg.vocab}; say vocab={found}")
+        if len(alphabet) > cfg.vocab:
+            raise ValueError(f"data={cfg.data} has {len(alphabet)} different characters, more than vocab={cfg.vocab}; "
+                             f"say vocab={len(alphabet)}")
     for name, tokens, least in (("train", train, 2 * cfg.seq), ("valid", valid, 2)):
         if len(tokens) < least:
             raise ValueError(f"data={cfg.data}: its {name} part is {len(tokens)} tokens, too few for seq={cfg.seq}: "
                              f"give more text or a smaller seq")
     return corpus
+
+
+def refuse_byte(cfg, files):
+    for path in files.values():
+        for offset, byte in enumerate(path.read_bytes()):
+            if byte >= cfg.vocab:
+                raise ValueError(f"{path}: byte {byte} at offset {offset} is not in the vocabulary, vocab={cfg.vocab}; say vocab=256")
 
 
 def characters(path, text):

@@ -162,7 +162,7 @@ def make_step(cfg, mesh, task, tx):
     def step(state, batch):
         grads, metrics = gradients(state.params, batch, state.step)
         loss, weight = metrics["loss"]
-        norm = optax.global_norm(grads)
+        norm = optax.tree.norm(grads)
         good = jnp.isfinite(norm) & jnp.isfinite(loss) & (weight > 0)
         updates, opt = tx.update(grads, state.opt, state.params)
         params = optax.apply_updates(state.params, updates)
@@ -278,15 +278,18 @@ class Journal:
         seconds, self.time = now - self.time, now
         return seconds
 
-    def trained(self, step, report):
-        """Reads what a step reported (this waits for the step), and tells it. Ends the run after too many bad steps."""
+    def trained(self, step, report, tokens):
+        """Reads what a step reported (this waits for the step), and tells it. Ends the run after too many bad steps.
+
+        `tokens` are all that have been trained on by then.
+        """
         report = jax.tree.map(float, jax.device_get(report))
         cfg, (loss, weight) = self.cfg, report["loss"]
         step_time = self.lap() / (step - self.step)
         rate = cfg.batch * cfg.seq / step_time
         row = {"step": step, "loss": loss / (weight or 1), "accuracy": report["accuracy"][0] / (weight or 1),
                "grad_norm": report["grad_norm"], "learning_rate": report["learning_rate"], "num_predictions": weight,
-               "tokens": step * cfg.batch * cfg.seq, "tokens_per_second": rate, "step_time": step_time,
+               "tokens": tokens, "tokens_per_second": rate, "step_time": step_time,
                "mfu": self.peak and rate * self.flops / (self.peak * self.devices), "bad_steps": int(report["bad_steps"])}
         self.step = step
         self.write("train", row | {"steps_per_second": 1 / step_time})
@@ -312,8 +315,8 @@ class Journal:
         """`row` as a line of JSON, its keys but `step` with `prefix`, and in TensorBoard's `folder` under Pax's tags."""
         finite = {key: value if value is None or math.isfinite(value) else None for key, value in row.items()}
         self.file.write(json.dumps({key if key == "step" else prefix + key: value for key, value in finite.items()}) + "\n")
-        for key, value in row.items():
-            for tag in PAX_TAGS.get(key, ()):
+        for key, value in finite.items():
+            for tag in PAX_TAGS.get(key, ()) if value is not None else ():
                 self.writers[folder].add_scalar(tag, value, row["step"])
 
     def close(self):
@@ -355,10 +358,21 @@ def plot(workdir):
 
 def evaluate(cfg, run, params, mesh, task, tokens):
     """{log_pplx, accuracy, num_predictions} over all of `tokens`, each predicted once. Sums meet on the host in float64."""
-    results = [run(params, data.put(mesh, task.batch(cfg), batch)) for batch in data.once(cfg, tokens)]
-    sums = {name: np.sum([[np.float64(x) for x in r[name]] for r in jax.device_get(results)], 0) for name in results[0]}
-    return {"log_pplx": sums["loss"][0] / sums["loss"][1], "accuracy": sums["accuracy"][0] / sums["accuracy"][1],
-            "num_predictions": sums["loss"][1]}
+    sums, launched = collections.Counter(), collections.deque()
+
+    def read():
+        for name, (value, weight) in jax.device_get(launched.popleft()).items():
+            sums[name, "sum"] += float(value)
+            sums[name, "weight"] += float(weight)
+
+    for batch in data.once(cfg, tokens):
+        launched.append(run(params, data.put(mesh, task.batch(cfg), batch)))
+        if len(launched) > 2:  # read behind, as in training
+            read()
+    while launched:
+        read()
+    return {"log_pplx": sums["loss", "sum"] / sums["loss", "weight"], "num_predictions": sums["loss", "weight"],
+            "accuracy": sums["accuracy", "sum"] / sums["accuracy", "weight"]}
 
 
 def averaged(cfg, state):
@@ -366,13 +380,22 @@ def averaged(cfg, state):
     return state.ema if cfg.ema_decay and cfg.eval_ema else state.params
 
 
-def restored(saves, init, places):
-    """(state, sequences consumed) of the newest checkpoint, or of the start."""
+def sizes(table):
+    return {name: list(p.size) for name, p in table.items()}
+
+
+def restored(saves, table, init, places):
+    """(state, sequences consumed) of the newest checkpoint, or of the start. Refuses a checkpoint of another model."""
     if not saves.latest:
         return jax.jit(init, out_shardings=places)(), 0
+    saved, wanted = checkpoint.facts(saves)["sizes"], sizes(table)
+    differ = [f"{name}: {saved.get(name, 'absent')} there, {wanted.get(name, 'absent')} here"
+              for name in sorted({*saved, *wanted}) if saved.get(name) != wanted.get(name)]
+    if differ:
+        raise SystemExit(f"train.py: the checkpoint of step {saves.latest.step} is of another model ({'; '.join(differ)}); "
+                         f"go on with that model, or begin in another --workdir")
     target = jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), jax.eval_shape(init), places)
-    state, facts = checkpoint.restore(saves, target)
-    return state, facts["sequences"]
+    return checkpoint.restore(saves, target), checkpoint.facts(saves)["sequences"]
 
 
 def train(cfg, mesh, task, corpus, workdir):
@@ -383,7 +406,7 @@ def train(cfg, mesh, task, corpus, workdir):
     print(overview(cfg, task, mesh), flush=True)
 
     with checkpoint.checkpoints(workdir / "checkpoints") as saves:
-        state, sequences = restored(saves, partial(init_state, cfg, table, tx), state_shardings(cfg, mesh, table, tx))
+        state, sequences = restored(saves, table, partial(init_state, cfg, table, tx), state_shardings(cfg, mesh, table, tx))
         first = int(state.step)
         if first:
             print(f"continues from step {first}, found in {workdir}")
@@ -398,8 +421,8 @@ def train(cfg, mesh, task, corpus, workdir):
                     print(f"compiled in {journal.lap():.1f} s", flush=True)
                 if unread:  # a report is read when the step after it is under way
                     journal.trained(*unread)
-                last = step == cfg.steps
-                unread = (step, report) if last or step == first + 1 or step % cfg.log_every == 0 else None
+                last, consumed = step == cfg.steps, sequences + (step - first) * cfg.batch
+                unread = (step, report, consumed * cfg.seq) if last or step == first + 1 or step % cfg.log_every == 0 else None
                 evaluates, saving = last or step % cfg.eval_every == 0, last or step % cfg.checkpoint_every == 0
                 if unread and (evaluates or saving):
                     journal.trained(*unread)
@@ -407,7 +430,7 @@ def train(cfg, mesh, task, corpus, workdir):
                 if evaluates:
                     journal.evaluated(step, "valid", evaluate(cfg, run_eval, averaged(cfg, state), mesh, task, corpus.valid))
                 if saving:
-                    checkpoint.save(saves, step, state, {"sequences": sequences + (step - first) * cfg.batch})
+                    checkpoint.save(saves, step, state, {"sequences": consumed, "sizes": sizes(table)})
                 if evaluates or saving:
                     journal.lap()  # their time is not the steps'
                 running.append(report)

@@ -1,0 +1,1222 @@
+"""Equivalences, not golden numbers: each result is reached in two ways that share as little as they can.
+
+    python test_all.py [--all] [--soak] [--bench] [pytest arguments]
+
+Eight CPU devices stand for a pod. `--all` runs every combination of what the ordinary run covers in pairs.
+"""
+import dataclasses
+import itertools
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import time
+import typing
+from functools import cache, partial
+from pathlib import Path
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"  # compile fast, run slow
+import jax  # noqa: E402  before any backend starts:
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_default_matmul_precision", "highest")
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tenfold" / f"tests-jax-{jax.__version__}"
+jax.config.update("jax_compilation_cache_dir", str(CACHE))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+import optax  # noqa: E402
+import pytest  # noqa: E402
+from jax.sharding import NamedSharding, PartitionSpec as P  # noqa: E402
+
+import checkpoint  # noqa: E402
+import configs  # noqa: E402
+import data  # noqa: E402
+import mesh as mesh_module  # noqa: E402
+import model  # noqa: E402
+import pgle  # noqa: E402
+import train  # noqa: E402
+from configs import Axes, Config  # noqa: E402
+from mesh import AXES, local, make_mesh, missing, total  # noqa: E402
+
+HERE = Path(__file__).parent
+SHAKESPEARE = HERE.parent / "shared" / "data" / "tinyshakespeare.txt"
+
+# Small, odd in every size, and with all that a family has. eps is large because the gradient of some leaves is zero but for
+# rounding (a bias on keys shifts all scores alike), and Adam divides by its size.
+SMALL = dict(vocab=61, seq=16, layers=2, d_model=16, heads=8, kv_heads=8, d_head=4, d_ff=24, batch=32, steps=10, warmup_steps=2,
+             eps=1e-3, ici=Axes())
+FAMILIES = {
+    "c4": dict(positions="sinusoidal", norm="layernorm", activation="gelu", embed_scale=True, query_scale="learned",
+               ffn_bias=True, softmax_bias=True, attention_cap=5.0, logit_cap=3.0, init="xavier", schedule="exponential",
+               decay="all", rms_cap=0.5, weight_decay=0.1),
+    "gpt3": dict(positions="learned", position_rows=20, norm="layernorm", norm_eps=1e-5, activation="gelu", init="normal",
+                 init_std=0.3, attention_bias=True, ffn_bias=True),
+    "llama": dict(kv_heads=4, tied=False),
+}
+
+
+def family(name, **changes):
+    return Config(**SMALL | FAMILIES[name] | changes)
+
+
+def mesh_of(cfg):
+    ici, dcn = dataclasses.astuple(cfg.ici), dataclasses.astuple(cfg.dcn)
+    return make_mesh(ici, dcn, jax.devices()[:math.prod(ici) * math.prod(dcn)])
+
+
+@cache
+def first_state(cfg, noise):
+    """The initial state on one device, with noise on the parameters so that no scale is 1 and no bias 0."""
+    table = model.transformer_params(cfg)
+    def shake(name, p):
+        real = jax.random.normal(jax.random.fold_in(jax.random.key(7), len(name)), table[name].size)
+        return p + 0.1 * (real.reshape(p.shape) if name.startswith("layers/") else
+                          jnp.pad(real, [(0, a - b) for a, b in zip(p.shape, real.shape)]))
+    state = jax.jit(partial(train.init_state, cfg, table, train.make_optimizer(cfg, table)))()
+    return state._replace(params={n: shake(n, p) for n, p in state.params.items()}) if noise else state
+
+
+def start(cfg, noise=True):
+    """(mesh, tx, state) to begin with."""
+    mesh, table = mesh_of(cfg), model.transformer_params(cfg)
+    tx = train.make_optimizer(cfg, table)
+    state = first_state(dataclasses.replace(cfg, ici=Axes(), accum=1, remat="everything", unroll=False), noise)
+    shapes = jax.eval_shape(partial(train.init_state, cfg, table, tx))
+    def widen(x, to):  # where the vocabulary is padded further; always a copy, which the step may take
+        return np.pad(x, [(0, full - real) for full, real in zip(to.shape, x.shape)]) if x.ndim else np.array(x)
+    return mesh, tx, jax.tree.map(jax.device_put, jax.tree.map(widen, state, shapes), train.state_shardings(cfg, mesh, table, tx))
+
+
+def packed(cfg, seed):
+    """A batch of rows that hold several documents, of weights that differ, with rows and ends that weigh nothing."""
+    rng = np.random.default_rng(seed)
+    b, t = cfg.batch, cfg.seq
+    batch = data.as_batch(rng.integers(0, cfg.vocab, (b, t + 1)), rng.random((b, t)) * (rng.random((b, t)) < 0.7), 1)
+    batch = {name: x[0].copy() for name, x in batch.items()}
+    for row in range(b):
+        for cut in sorted(rng.choice(np.arange(1, t), 2, replace=False)):
+            batch["segments"][row, cut:] += 1
+            batch["positions"][row, cut:] = np.arange(t - cut)
+    batch["weights"][: b // 4] = 0
+    batch["weights"][-1, t // 2:] = 0
+    return batch
+
+
+def split(cfg, batch):
+    return {name: x.reshape(cfg.accum, cfg.batch // cfg.accum, *x.shape[1:]) for name, x in batch.items()}
+
+
+def put(cfg, mesh, batch, task=model.transformer):
+    return data.put(mesh, task.batch(cfg), split(cfg, batch))
+
+
+def close(a, b, what="", tolerance=1e-5):
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    assert a.shape == b.shape, (what, a.shape, b.shape)
+    assert np.isfinite(a).all(), what
+    assert np.abs(a - b).max(initial=0) < tolerance, (what, np.abs(a - b).max())
+
+
+# ---- the machine that the tests run on -----------------------------------------------------------------------------
+
+
+def test_there_are_eight_devices():
+    assert jax.device_count() == 8
+
+
+def test_axes_have_one_order():
+    assert AXES == tuple(f.name for f in dataclasses.fields(Axes))
+
+
+# ---- the model, written again in plain jnp -------------------------------------------------------------------------
+
+
+def reference_loss(cfg, params, batch):
+    """Mean cross-entropy of (B, T) arrays: no mesh, no scan, no padding, heads one by one. Follows the papers, not model.py."""
+    p = {n: (x.reshape(-1, *x.shape[2:]) if n.startswith("layers/") else x) for n, x in params.items()}
+    B, T = batch["tokens"].shape
+    embedding = p["embed"][:cfg.vocab]
+
+    def norm(x, scale, bias):
+        if cfg.norm == "rmsnorm":
+            return x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + cfg.norm_eps) * scale
+        return (x - x.mean(-1, keepdims=True)) / jnp.sqrt(x.var(-1, keepdims=True) + cfg.norm_eps) * (1 + scale) + bias
+
+    def turn(x):  # rope, on complex numbers
+        if cfg.positions != "rope":
+            return x
+        half = cfg.d_head // 2
+        angle = batch["positions"][..., None] * cfg.rope_theta ** (-2 * jnp.arange(half) / cfg.d_head)
+        z = (x[..., :half] + 1j * x[..., half:]) * jnp.exp(1j * angle)
+        return jnp.concatenate([z.real, z.imag], -1)
+
+    x = jax.nn.one_hot(batch["tokens"], cfg.vocab) @ embedding * (cfg.d_model**0.5 if cfg.embed_scale else 1)
+    if cfg.positions == "sinusoidal":
+        half = cfg.d_model // 2
+        step = math.log(10_000) / (half - 1)
+        for i in range(half):
+            angle = batch["positions"] * math.exp(-i * step)
+            x = x.at[..., i].add(jnp.sin(angle)).at[..., half + i].add(jnp.cos(angle))
+    if cfg.positions == "learned":
+        x = x + jax.nn.one_hot(batch["positions"], cfg.position_rows) @ p["positions"]
+
+    may_see = jnp.stack([jnp.stack([(batch["segments"][:, i] == batch["segments"][:, j]) & (j <= i) for j in range(T)], -1)
+                         for i in range(T)], -2)
+    for i in range(cfg.layers):
+        w = {n.removeprefix("layers/"): x[i] for n, x in p.items() if n.startswith("layers/")}
+        zero = lambda name: w.get(name, 0.0)
+        y = norm(x, w["attention_norm/scale"], zero("attention_norm/bias"))
+        out = 0.0
+        for head in range(cfg.heads):
+            shared = head // (cfg.heads // cfg.kv_heads)
+            bias = lambda name, n: w[name][n] if name in w else 0.0
+            q = turn(y @ w["wq"][:, head] + bias("bq", head))
+            k = turn(y @ w["wk"][:, shared] + bias("bk", shared))
+            v = y @ w["wv"][:, shared] + bias("bv", shared)
+            q = q / cfg.d_head**0.5
+            if cfg.query_scale == "learned":
+                q = q * jnp.log1p(jnp.exp(w["query_scale"])) / math.log(2)
+            scores = q @ k.swapaxes(1, 2)
+            if cfg.attention_cap:
+                scores = cfg.attention_cap * jnp.tanh(scores / cfg.attention_cap)
+            out = out + jax.nn.softmax(jnp.where(may_see, scores, -jnp.inf)) @ v @ w["wo"][head]
+        x = x + out + zero("bo")
+        y = norm(x, w["ffn_norm/scale"], zero("ffn_norm/bias"))
+        up = y @ w["w_up"] + zero("b_up")
+        if cfg.activation == "swiglu":
+            gate = y @ w["w_gate"]
+            hidden = gate / (1 + jnp.exp(-gate)) * up
+        else:
+            hidden = 0.5 * up * (1 + jnp.tanh(math.sqrt(2 / math.pi) * (up + 0.044715 * up**3)))
+        x = x + hidden @ w["w_down"] + zero("b_down")
+    x = norm(x, p["final_norm/scale"], p.get("final_norm/bias", 0.0))
+    logits = x @ (embedding if cfg.tied else p["unembed"][:cfg.vocab]).T
+    if cfg.softmax_bias:
+        logits = logits + p["softmax_bias"][:cfg.vocab]
+    if cfg.logit_cap:
+        logits = cfg.logit_cap * jnp.tanh(logits / cfg.logit_cap)
+    nll = -jnp.take_along_axis(jax.nn.log_softmax(logits), batch["targets"][..., None], -1)[..., 0]
+    return jnp.sum(nll * batch["weights"]) / jnp.sum(batch["weights"])
+
+
+def three_steps(cfg):
+    """[(parameters, loss, gradients)] of three steps."""
+    mesh, tx, state = start(cfg)
+    gradients = jax.jit(train.make_gradients(cfg, mesh, model.transformer))
+    update = jax.jit(lambda grads, opt, params: (lambda u, opt: (optax.apply_updates(params, u), opt))(*tx.update(grads, opt, params)))
+    params, opt, out = state.params, state.opt, []
+    for seed in range(3):
+        grads, metrics = gradients(params, put(cfg, mesh, packed(cfg, seed)), seed)
+        loss, weight = metrics["loss"]
+        out.append((jax.device_get(params), float(loss / weight), jax.device_get(grads)))
+        params, opt = update(grads, opt, params)
+    return out
+
+
+@cache
+def on_one_device(name):
+    return three_steps(family(name))
+
+
+@cache
+def reference(name):
+    """[(loss, gradients)] by plain jnp, at the parameters that one device has before each step."""
+    cfg = family(name)
+    f = jax.jit(jax.value_and_grad(partial(reference_loss, cfg)))
+    return [jax.device_get(f(on_one_device(name)[seed][0], packed(cfg, seed))) for seed in range(3)]
+
+
+SIZES = [(d, f, t) for d, f, t in itertools.product((1, 2, 4, 8), repeat=3) if d * f * t <= 8]
+
+
+def pairwise(*choices, allowed=lambda *_: True):
+    """Rows that hold every pair of values that any allowed row holds: greedily, the row with most pairs still missing."""
+    rows = [row for row in itertools.product(*choices) if allowed(*row)]
+    pairs = lambda row: set(itertools.combinations(enumerate(row), 2))
+    wanted, chosen = set().union(*map(pairs, rows)), []
+    while wanted:
+        chosen.append(max(rows, key=lambda row: len(pairs(row) & wanted)))
+        wanted -= pairs(chosen[-1])
+    return chosen
+
+
+def cover():
+    if "--all" in sys.argv or os.environ.get("TEST_ALL"):
+        return [(d, f, t, name, accum) for d, f, t in SIZES for name in FAMILIES for accum in (1, 4)]
+    return pairwise((1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8), tuple(FAMILIES), (1, 4), allowed=lambda d, f, t, *_: d * f * t <= 8)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_one_device_equals_the_reference(name):
+    for (_, loss, grads), (expected_loss, expected) in zip(on_one_device(name), reference(name)):
+        close(loss, expected_loss)
+        for leaf in expected:
+            close(grads[leaf], expected[leaf], leaf)
+
+
+@pytest.mark.parametrize("d,f,t,name,accum", cover())
+def test_a_mesh_equals_one_device(d, f, t, name, accum):
+    cfg = family(name, ici=Axes(data=d, fsdp=f, tensor=t), accum=accum)
+    for mine, one, (expected_loss, expected) in zip(three_steps(cfg), on_one_device(name), reference(name)):
+        close(mine[1], one[1])
+        close(mine[1], expected_loss)
+        for leaf in expected:
+            close(mine[0][leaf], one[0][leaf], leaf)
+            close(mine[2][leaf], one[2][leaf], leaf)
+            close(mine[2][leaf], expected[leaf], leaf)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_step_is_gradients_then_optax(name):
+    """Also: one compile, bad_steps stay 0, `step` counts, the reported norm is numpy's before clipping."""
+    cfg = family(name, ici=Axes(fsdp=2, tensor=2), accum=2, clip=0.1)
+    mesh, tx, state = start(cfg)
+    step, expected = train.make_step(cfg, mesh, model.transformer, tx), three_steps(cfg)
+    for seed, (params, loss, grads) in enumerate(expected):
+        for leaf in params:
+            close(state.params[leaf], params[leaf], leaf)
+        state, report = step(state, put(cfg, mesh, packed(cfg, seed)))
+        close(report["loss"][0] / report["loss"][1], loss)
+        close(report["grad_norm"], math.sqrt(sum((g.astype(np.float64) ** 2).sum() for g in grads.values())))
+        close(report["learning_rate"], train.make_schedule(cfg)(seed), tolerance=1e-9)
+    assert int(state.step) == 3 and int(state.bad_steps) == 0
+    assert step._cache_size() == 1
+
+
+def test_initial_parameters_are_bit_equal_on_every_mesh():
+    for name, meshes in (("c4", [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2)]), ("gpt3", [(1, 2, 4)]), ("llama", [(1, 4, 2)])):
+        one = jax.device_get(jax.jit(partial(model.init_params, model.transformer_params(family(name)), 0),
+                                     compiler_options={"xla_backend_optimization_level": 3})())
+        for rounds, (d, f, t) in enumerate(meshes):
+            cfg = family(name, rounds=1 + rounds % 2, ici=Axes(data=d, fsdp=f, tensor=t))
+            table = model.transformer_params(cfg)
+            init = jax.jit(partial(model.init_params, table, cfg.seed), out_shardings=model.shardings(mesh_of(cfg), table),
+                           compiler_options={"xla_backend_optimization_level": 3})  # as outside these tests: fused and vectorized
+            for leaf, p in jax.device_get(init()).items():
+                assert np.array_equal(one[leaf].ravel(), p.ravel()), leaf
+
+
+def losses_and_gradients(cfg, batch, step=0):
+    mesh, _, state = start(cfg)
+    grads, metrics = jax.jit(train.make_gradients(cfg, mesh, model.transformer))(state.params, put(cfg, mesh, batch), step)
+    return jax.device_get({"loss": metrics["loss"][0] / metrics["loss"][1], **{n: g.ravel() for n, g in grads.items()}})
+
+
+def same(a, b):
+    assert a.keys() == b.keys()
+    for leaf in a:
+        close(a[leaf], b[leaf], leaf)
+
+
+def test_remat_rounds_and_unroll_change_nothing():
+    plain = losses_and_gradients(family("llama"), packed(family("llama"), 0))
+    for change in ({"remat": "nothing"}, {"remat": "mlperf_200b"}, {"remat": "dots"}, {"rounds": 2, "unroll": True, "remat": "context"}):
+        same(plain, losses_and_gradients(family("llama", **change), packed(family("llama"), 0)))
+
+
+def test_remat_recomputes_what_its_name_says():
+    """Matmuls in the gradient, from none kept to all kept; a policy of named tensors lies between."""
+    def dots(policy):
+        cfg = family("llama", remat=policy, layers=1, unroll=True)
+        mesh, _, state = start(cfg)
+        text = str(jax.make_jaxpr(train.make_gradients(cfg, mesh, model.transformer))(state.params, put(cfg, mesh, packed(cfg, 0)), 0))
+        return text.count("dot_general")
+    count = {p: dots(p) for p in ("nothing", "context_and_out_proj", "mlperf_200b", "dots_except_logits", "dots", "everything")}
+    assert count["nothing"] > count["context_and_out_proj"] > count["mlperf_200b"] > count["dots_except_logits"]
+    assert count["dots_except_logits"] >= count["dots"] == count["everything"], count
+
+
+def test_check_vma_off_gives_the_same_numbers(monkeypatch):
+    cfg = family("llama", ici=Axes(data=2, fsdp=2, tensor=2))
+    on = losses_and_gradients(cfg, packed(cfg, 0))
+    monkeypatch.setattr(jax, "shard_map", partial(jax.shard_map, check_vma=False))
+    same(on, losses_and_gradients(cfg, packed(cfg, 0)))
+
+
+def test_a_forgotten_gradient_sum_is_an_error_while_tracing(monkeypatch):
+    cfg = family("llama", ici=Axes(data=2))
+    monkeypatch.setattr(train, "missing", lambda spec: tuple(a for a in missing(spec) if a != "data"))
+    with pytest.raises(Exception, match="data"):
+        losses_and_gradients(cfg, packed(cfg, 0))
+
+
+def test_gradient_of_a_replicated_scalar_inside_shard_map():
+    """w = 3, x = 0..7 over 4 devices, loss = sum of (w x)^2: 1260, gradient 2 w sum x^2 = 840; `local` and `total` give it
+    with and without the check; a sum under the gradient, or none after it, gives 24, 3360 or an error."""
+    mesh, w, x = mesh_of(Config(ici=Axes(data=4))), jnp.float32(3), jnp.arange(8.0)
+
+    def run(f, check, out=P()):
+        return jax.shard_map(f, mesh=mesh, in_specs=(P(), P("data")), out_specs=out, check_vma=check)(w, x)
+
+    loss = lambda w, x: jnp.sum((w * x) ** 2)
+    ours = lambda w, x: total(jnp.stack(jax.value_and_grad(loss)(local(w, P()), local(x, P("data")))))
+    for check in (True, False):
+        assert run(ours, check).tolist() == [1260, 840]
+    unmarked = lambda w, x: jax.lax.psum(jax.grad(loss)(w, x), "data")
+    assert float(run(unmarked, False)) == 840 and float(run(unmarked, True)) == 3360  # the check sums w's gradient itself
+    inside = lambda w, x: jax.grad(lambda w: jax.lax.psum(loss(w, x), "data"))(w)
+    assert float(run(inside, True)) == 840
+    with pytest.raises(Exception, match="data"):
+        run(lambda w, x: jax.grad(loss)(local(w, P()), x), True)
+
+
+# ---- what the compiled step moves ----------------------------------------------------------------------------------
+
+
+def collectives(text):
+    """{kind: arrays moved} of compiled HLO, of groups of more than one device."""
+    out = dict.fromkeys(("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"), 0)
+    for shapes, kind, rest in re.findall(r"^\s*(?:ROOT )?\S+ = (.*?) (%s)(?:-start)?\((.*)$" % "|".join(out), text, re.M):
+        if not re.search(r"replica_groups=\{(\{\d+\},?)+\}", rest):
+            out[kind] += shapes.count("[")
+    return {kind: n for kind, n in out.items() if n}
+
+
+@cache
+def compiled(cfg, step=False):
+    """HLO of the loss-and-gradient part, or of the whole step."""
+    mesh, tx, state = start(cfg)
+    batch = put(cfg, mesh, packed(cfg, 0))
+    if step:
+        return train.make_step(cfg, mesh, model.transformer, tx).lower(state, batch).compile().as_text()
+    gradients = jax.jit(train.make_gradients(cfg, mesh, model.transformer))
+    return gradients.lower(state.params, batch, state.step).compile().as_text()
+
+
+METRICS = 3  # loss, accuracy and their weight, each summed once
+
+
+def test_data_parallel_gradients_move_one_sum_a_leaf():
+    for name in FAMILIES:
+        for accum in (1, 4):
+            cfg = family(name, ici=Axes(data=2), accum=accum)
+            assert collectives(compiled(cfg)) == {"all-reduce": len(model.transformer_params(cfg)) + METRICS}
+
+
+def test_fsdp_gathers_and_scatters_each_sharded_leaf_once():
+    for name in FAMILIES:
+        cfg = family(name, ici=Axes(fsdp=2))
+        table = model.transformer_params(cfg)
+        sharded = sum("fsdp" in p.spec for p in table.values())
+        assert collectives(compiled(cfg)) == {"all-gather": sharded, "reduce-scatter": sharded,
+                                              "all-reduce": len(table) - sharded + METRICS}
+        again = sum("fsdp" in p.spec for n, p in table.items() if n.startswith("layers/"))  # for the recomputed layer
+        assert collectives(compiled(dataclasses.replace(cfg, remat="nothing")))["all-gather"] == sharded + again
+
+
+def test_tensor_parallelism_gathers_and_scatters_the_stream():
+    """Forward: tokens, targets, segments, positions; the norms' outputs before attention, FFN and logits; sums after
+    embedding, attention, FFN and loss. Backward: their transposes. And the largest logit with its place."""
+    for name in FAMILIES:
+        cfg = family(name, ici=Axes(tensor=2))
+        shared = sum("tensor" not in p.spec for p in model.transformer_params(cfg).values())
+        assert collectives(compiled(cfg)) == {"all-gather": 4 + 3 + 4, "reduce-scatter": 4 + 3, "all-reduce": shared + METRICS + 2}
+
+
+def test_the_optimizer_adds_scalar_or_per_layer_sums_only():
+    for name in ("c4", "llama"):
+        cfg = family(name, ici=Axes(data=2, fsdp=2, tensor=2), rms_cap=0.5)
+        gradients, step = collectives(compiled(cfg)), collectives(compiled(cfg, step=True))
+        assert {k: v for k, v in step.items() if k != "all-reduce"} == {k: v for k, v in gradients.items() if k != "all-reduce"}
+        shapes = lambda text: re.findall(r"^\s*(?:ROOT )?\S+ = (.*?) all-reduce(?:-start)?\(", text, re.M)
+        sizes = lambda text: sorted(math.prod(int(n) for n in dims.split(",") if n) for line in shapes(text)
+                                    for dims in re.findall(r"\w\d+\[([\d,]*)\]", line))
+        extra = sizes(compiled(cfg, step=True))
+        for size in sizes(compiled(cfg)):
+            extra.remove(size)
+        assert all(size <= cfg.layers for size in extra), extra
+
+
+# ---- sums and weights: a task whose loss can be read off its data ----------------------------------------------------
+
+
+def stub(cfg):
+    """A Task of one parameter w, a vector of 2 that starts at 1: a token's loss is w . (value of the token, 0), or with
+    segment 2, w . (0, value); `positions` hold the values in hundredths."""
+    def loss(cfg, params, batch, step=None):
+        value = batch["positions"] / 100
+        each = jnp.where(batch["segments"] == 2, params["w"][1], params["w"][0]) * value
+        nll = jnp.sum(each * batch["weights"])
+        return nll, {"loss": (nll, batch["weights"].sum()), "accuracy": (0 * nll, batch["weights"].sum())}
+    table = lambda cfg: {"w": model.Param((2,), P(None), model.constant(1.0), True, (2,))}
+    return model.Task(table, model.transformer_batch, loss, None, lambda cfg: 0)
+
+
+def stub_batch(values, weights, second=()):
+    """(B, T) of values and weights; rows in `second` act on w[1]."""
+    values, weights = np.asarray(values, np.float32), np.asarray(weights, np.float32)
+    batch = data.as_batch(np.zeros((len(values), values.shape[1] + 1)), weights, 1)
+    batch = {name: x[0].copy() for name, x in batch.items()}
+    batch["positions"] = np.round(100 * values).astype(np.int32)
+    batch["segments"][list(second)] = 2
+    return batch
+
+
+def stub_run(batch, taken=1, **changes):
+    """(reports, state) of the real step on the stub task."""
+    b, t = batch["tokens"].shape
+    cfg = Config(**SMALL | dict(batch=b, seq=t, clip=0.0, weight_decay=0.0) | changes)
+    mesh, task = mesh_of(cfg), stub(cfg)
+    tx = train.make_optimizer(cfg, task.params(cfg))
+    places = train.state_shardings(cfg, mesh, task.params(cfg), tx)
+    state = jax.jit(partial(train.init_state, cfg, task.params(cfg), tx), out_shardings=places)()
+    step, reports = train.make_step(cfg, mesh, task, tx), []
+    for _ in range(taken):
+        state, report = step(state, put(cfg, mesh, batch, task))
+        reports.append(jax.device_get(report))
+    return reports, jax.device_get(state)
+
+
+def mean_and_gradient(batch, **changes):
+    [report], state = stub_run(batch, **changes)
+    gradient = state.opt[1].mu["w"] / (1 - 0.9)  # Adam's first moment after one step
+    return report["loss"][0] / report["loss"][1], gradient.tolist()
+
+
+def test_micro_batches_are_weighted_by_their_tokens():
+    """2 tokens of loss 1 and 8 of loss 3 are 2.6 a token, not the mean of means, 2."""
+    batch = stub_batch([[1] * 8, [3] * 8], [[1, 1, 0, 0, 0, 0, 0, 0], [1] * 8])
+    for accum in (1, 2):
+        loss, gradient = mean_and_gradient(batch, accum=accum)
+        close([loss, *gradient], [2.6, 2.6, 0])
+
+
+def test_devices_are_weighted_by_their_tokens():
+    """1, 2, 3, 10 tokens of losses 1, 2, 3, 4: 54 / 16."""
+    rows = [[v] * 16 for v in (1, 2, 3, 4)] * 2
+    weights = [[1] * n + [0] * (16 - n) for n in (1, 2, 3, 10)] + [[0] * 16] * 4
+    for axes in (Axes(), Axes(data=4), Axes(fsdp=8), Axes(data=2, tensor=4), Axes(data=4, fsdp=2)):
+        loss, gradient = mean_and_gradient(stub_batch(rows, weights), ici=axes)
+        close([loss, *gradient], [3.375, 3.375, 0])
+
+
+def test_a_device_without_tokens_adds_nothing_and_a_batch_without_tokens_moves_nothing():
+    rows, some = [[5] * 4] * 4, [[1] * 4, [1] * 4, [1] * 4, [0] * 4]
+    for changes in (dict(ici=Axes(data=4)), dict(accum=4)):
+        loss, gradient = mean_and_gradient(stub_batch(rows, some), **changes)
+        close([loss, *gradient], [5, 5, 0])
+        [report], state = stub_run(stub_batch(rows, np.zeros((4, 4))), weight_decay=0.1, **changes)
+        assert report["loss"] == (0, 0) and report["grad_norm"] == 0
+        assert state.step == 1 and state.bad_steps == 1 and state.opt[1].count == 0 and (state.params["w"] == 1).all()
+
+
+def test_clipping_comes_once_after_the_mean():
+    """Gradients [10, 0] and [0, 0.1] at norm 1: the mean [5, 0.05] becomes [0.99995, 0.0099995], not [0.5, 0.05]."""
+    batch = stub_batch([[10], [0.1]], [[1], [1]], second=[1])
+    for changes in (dict(), dict(accum=2), dict(ici=Axes(data=2))):
+        [report], state = stub_run(batch, clip=1.0, **changes)
+        close(state.opt[1].mu["w"] / 0.1, [0.99995, 0.0099995], tolerance=1e-6)
+        close(report["grad_norm"], math.hypot(5, 0.05))
+
+
+def test_norm_of_sharded_and_replicated_leaves_counts_each_value_once():
+    """[3, 0, ..., 0, 4] over 4 devices clips to [0.6, ..., 0.8]; a replicated 3 and one 4 have norm 5, not sqrt(52)."""
+    mesh = mesh_of(Config(ici=Axes(fsdp=4), batch=4))
+    sharded = jax.device_put(jnp.array([3.0, 0, 0, 0, 0, 0, 0, 4]), NamedSharding(mesh, P("fsdp")))
+    clip = optax.clip_by_global_norm(1.0)
+    close(jax.jit(lambda g: clip.update(g, clip.init(g))[0])({"a": sharded})["a"], [0.6, 0, 0, 0, 0, 0, 0, 0.8])
+    replicated = jax.device_put(jnp.array([3.0]), NamedSharding(mesh, P()))
+    close(jax.jit(optax.tree.norm)({"a": replicated, "b": sharded - jnp.array([3.0, 0, 0, 0, 0, 0, 0, 0])}), 5)
+    for axes in (Axes(), Axes(fsdp=4), Axes(fsdp=2, tensor=2), Axes(tensor=4)):  # and of the model's own leaves
+        cfg = family("llama", ici=axes, clip=0.5)
+        mesh, tx, state = start(cfg)
+        batch = put(cfg, mesh, packed(cfg, 0))
+        grads = jax.device_get(jax.jit(train.make_gradients(cfg, mesh, model.transformer))(state.params, batch, 0)[0])
+        norm = math.sqrt(sum((g.astype(np.float64) ** 2).sum() for g in grads.values()))
+        state, report = train.make_step(cfg, mesh, model.transformer, tx)(state, batch)
+        close(report["grad_norm"], norm)
+        for leaf, mu in state.opt[1].mu.items():
+            close(mu / 0.1, grads[leaf] * 0.5 / norm, leaf)
+
+
+# ---- bad steps -----------------------------------------------------------------------------------------------------
+
+
+def test_a_step_that_is_not_finite_moves_only_the_step():
+    """A NaN and an overflow, on one device and on eight; then good steps go on as if nothing had been."""
+    batch = stub_batch([[1, 2]] * 8, [[1, 1]] * 8)
+    for axes, bad in itertools.product((Axes(), Axes(data=4, tensor=2)), (math.nan, math.inf)):
+        cfg = Config(**SMALL | dict(batch=8, seq=2, ema_decay=0.9, max_bad_steps=2, ici=axes))
+        mesh, task = mesh_of(cfg), stub(cfg)
+        tx = train.make_optimizer(cfg, task.params(cfg))
+        places = train.state_shardings(cfg, mesh, task.params(cfg), tx)
+        state = jax.jit(partial(train.init_state, cfg, task.params(cfg), tx), out_shardings=places)()
+        step, poisoned = train.make_step(cfg, mesh, task, tx), {**batch, "weights": batch["weights"].copy()}
+        poisoned["weights"][3, 1] = bad
+        good = lambda state: step(state, put(cfg, mesh, batch, task))
+        state, first = good(state)
+        before = jax.device_get(state)
+        state, report = step(state, put(cfg, mesh, poisoned, task))
+        after = jax.device_get(state)
+        assert after.step == 2 and after.bad_steps == 1 and report["bad_in_a_row"] == 1
+        for leaf, other in zip(jax.tree.leaves(before[1:4]), jax.tree.leaves(after[1:4])):
+            assert np.array_equal(leaf, other)
+        state, report = good(state)
+        assert int(state.bad_in_a_row) == 0 and int(state.opt[1].count) == 2
+        close(report["learning_rate"], train.make_schedule(cfg)(1), tolerance=1e-9)  # the optimizer's second update
+        for _ in range(2):
+            state, _ = step(state, put(cfg, mesh, poisoned, task))
+        state, report = good(state)  # two in a row ended the run: a look after it still sees that
+        assert report["bad_in_a_row"] == 2
+
+
+# ---- dropout -------------------------------------------------------------------------------------------------------
+
+
+def masks(cfg, step=0, layer=0, site=1):
+    """What dropout does to ones, gathered to (B, T, D)."""
+    def device(rows):
+        ones = jnp.ones((len(rows), cfg.seq // cfg.axis("tensor"), 6))
+        return model.dropout(cfg, ones, {"rows": rows}, step, layer, site)
+    f = jax.shard_map(device, mesh=mesh_of(cfg), in_specs=P(mesh_module.BATCH), out_specs=P(mesh_module.BATCH, mesh_module.SEQUENCE))
+    return np.asarray(jax.jit(f)(jnp.arange(cfg.batch)))
+
+
+def test_dropout_masks_differ_by_token_step_layer_and_site_and_not_by_mesh():
+    one = masks(family("llama", dropout=0.5))
+    assert set(np.unique(one)) == {0, 2} and abs(one.mean() - 1) < 0.1
+    tokens = one.reshape(-1, one.shape[-1])
+    assert len(np.unique(tokens, axis=0)) > 60  # of 64 patterns of 6 bits, over 512 tokens
+    for axes in (Axes(data=4), Axes(tensor=4), Axes(data=2, fsdp=2, tensor=2)):
+        assert np.array_equal(one, masks(family("llama", dropout=0.5, ici=axes)))
+    for change in (dict(step=1), dict(layer=1), dict(site=2)):
+        assert (one != masks(family("llama", dropout=0.5), **change)).mean() > 0.4
+    assert (one != masks(family("llama", dropout=0.5, seed=1))).mean() > 0.4
+
+
+def test_dropout_gives_one_gradient_on_every_mesh_accumulation_and_remat():
+    cfg = lambda **changes: family("llama", dropout=0.3, **changes)
+    plain = losses_and_gradients(cfg(), packed(cfg(), 0), step=5)
+    for change in (dict(ici=Axes(data=2, tensor=2), accum=4), dict(ici=Axes(fsdp=4), remat="nothing")):
+        same(plain, losses_and_gradients(cfg(**change), packed(cfg(), 0), step=5))
+    assert abs(plain["loss"] - losses_and_gradients(cfg(), packed(cfg(), 0), step=6)["loss"]) > 1e-4
+
+
+# ---- optimizer -----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_decayed():
+    """One update of zero gradients at rate 0.1, decay 0.1: decayed leaves shrink by 1%, the rest stay; stacked ones too."""
+    for name, everything in (("gpt3", False), ("llama", False), ("c4", True)):
+        cfg = family(name, learning_rate=0.1, weight_decay=0.1, schedule="constant", warmup_steps=0)
+        table = model.transformer_params(cfg)
+        _, tx, state = start(cfg)
+        updates, _ = tx.update(jax.tree.map(jnp.zeros_like, state.params), state.opt, state.params)
+        for leaf, p in table.items():
+            vector = leaf.split("/")[-1] in ("scale", "bias", "bq", "bk", "bv", "bo", "b_up", "b_down", "query_scale", "softmax_bias")
+            close(updates[leaf], -0.01 * state.params[leaf] if everything or not vector else 0 * state.params[leaf], leaf, 1e-7)
+
+
+def test_adam_with_capped_updates_is_pax():
+    """Against the update written out in numpy, per layer of a stack; the padding of the vocabulary counts for nothing."""
+    cfg = family("c4", clip=0.0, rms_cap=0.2, schedule="constant", warmup_steps=0, eps=1e-6)
+    table = model.transformer_params(cfg)
+    _, tx, state = start(cfg)
+    rng = np.random.default_rng(0)
+    m = v = dict.fromkeys(table, 0.0)
+    params, opt = jax.device_get(state.params), state.opt
+    for t in range(1, 4):
+        grads = {n: np.where(params[n] == 0, 0, rng.normal(size=p.shape) * rng.gamma(0.3)).astype(np.float32) for n, p in table.items()}
+        updates, opt = tx.update(jax.tree.map(jnp.asarray, grads), opt, jax.tree.map(jnp.asarray, params))
+        m = {n: 0.9 * m[n] + 0.1 * g for n, g in grads.items()}
+        v = {n: 0.99 * v[n] + 0.01 * g**2 for n, g in grads.items()}
+        for n, p in table.items():
+            u = m[n] / (1 - 0.9**t) / (np.sqrt(v[n] / (1 - 0.99**t)) + 1e-6)
+            layers = u.reshape(cfg.layers if n.startswith("layers/") else 1, -1)
+            real = math.prod(p.size) // len(layers)
+            rms = np.sqrt((layers**2).sum(1, keepdims=True) / real)
+            expected = -cfg.learning_rate * ((layers / np.maximum(1, rms / 0.2)).reshape(u.shape) + 0.1 * params[n])
+            close(updates[n], expected, n, 1e-7)
+
+
+@pytest.mark.parametrize("schedule", typing.get_args(Config.__annotations__["schedule"]))
+def test_schedules_begin_rise_and_end_where_they_should(schedule):
+    rate = train.make_schedule(Config(schedule=schedule, warmup_steps=4, steps=10, learning_rate=1e-3, min_ratio=0.1))
+    rates = [float(rate(i)) for i in range(10)]
+    close(rates[:4], [0.25e-3, 0.5e-3, 0.75e-3, 1e-3], tolerance=1e-9)  # the first update moves
+    if schedule == "constant":
+        return close(rates[4:], [1e-3] * 6, tolerance=1e-9)
+    assert rates.count(max(rates)) == (5 if schedule == "wsd" else 1) and max(rates) == rates[3]
+    close(rates[9], 1e-4, tolerance=1e-9)  # the last is the end, not past it
+    assert all(a > b for a, b in zip(rates[7:], rates[8:]))
+    for edge in (dict(warmup_steps=0), dict(steps=1), dict(warmup_steps=10), dict(warmup_steps=20), dict(decay_start=9), dict(min_ratio=1.0)):
+        rate = train.make_schedule(Config(**dict(schedule=schedule, warmup_steps=4, steps=10) | edge))
+        assert all(0 < float(rate(i)) < 1.001e-3 for i in range(10)), edge
+
+
+def test_pax_schedules():
+    """LinearRampupExponentialDecay and its cosine: rate 0 first, 1 from warm-up to decay_start, min_ratio from decay_end on."""
+    for schedule, middle in (("exponential", 0.1**0.5), ("cosine", 0.55)):
+        cfg = Config(schedule=schedule, warmup_steps=4000, decay_start=5000, decay_end=300_000, schedule_start=0, learning_rate=2.0)
+        rate = train.make_schedule(cfg)
+        close([rate(i) for i in (0, 1000, 4000, 4500, 5000, 152_500, 300_000, 10_000_000)],
+              [0, 0.5, 2, 2, 2, 2 * middle, 0.2, 0.2], tolerance=1e-6)
+
+
+def test_applied_rates_are_the_schedule():
+    """Adam of a constant gradient moves by the rate itself: ten changes of a parameter give the table back."""
+    batch = stub_batch([[1]], [[1]])
+    changes = dict(steps=10, warmup_steps=4, min_ratio=0.0, learning_rate=1e-3, eps=1e-12)
+    cfg = Config(**SMALL | dict(batch=1, seq=1) | changes)
+    w = [1.0, *(stub_run(batch, n, **changes)[1].params["w"][0] for n in range(1, 11))]
+    moved, logged = -np.diff(w), [report["learning_rate"] for report in stub_run(batch, 10, **changes)[0]]
+    close(moved, [train.make_schedule(cfg)(i) for i in range(10)], tolerance=1e-6)
+    close(logged, moved, tolerance=1e-6)
+
+
+def test_frozen_parameters_stay_and_have_no_moments():
+    cfg = family("llama", frozen="^embed|w_up$", weight_decay=0.1, ici=Axes(fsdp=2))
+    mesh = mesh_of(cfg)
+    table = model.transformer_params(cfg)
+    tx = train.make_optimizer(cfg, table)
+    places = train.state_shardings(cfg, mesh, table, tx)
+    state = jax.jit(partial(train.init_state, cfg, table, tx), out_shardings=places)()
+    moments = {path[-1].key for path, x in jax.tree_util.tree_leaves_with_path(state.opt) if x.ndim}
+    assert moments == set(table) - {"embed", "layers/w_up"}
+    before = jax.device_get(state.params)
+    state, _ = train.make_step(cfg, mesh, model.transformer, tx)(state, put(cfg, mesh, packed(cfg, 0)))
+    for leaf, p in jax.device_get(state.params).items():
+        assert np.array_equal(p, before[leaf]) == (leaf in ("embed", "layers/w_up")), leaf
+    for pattern, what in (("w_upp", "matches no parameter; nearest is layers/w_up"), ("(", "not a regular expression")):
+        with pytest.raises(ValueError, match=what):
+            train.is_frozen(family("llama", frozen=pattern), table)
+
+
+def test_moving_average_of_parameters():
+    batch = stub_batch([[1]], [[1]])
+    average, changes = np.float32(1), dict(ema_decay=0.3, warmup_steps=0, schedule="constant")
+    for n in range(1, 4):
+        _, state = stub_run(batch, n, **changes)
+        decay = min(0.3, n / (9 + n))  # (1 + steps before) / (10 + steps before)
+        average = decay * average + (1 - decay) * state.params["w"][0]
+        close(state.ema["w"][0], average, tolerance=1e-6)
+    assert train.averaged(Config(ema_decay=0.3), state) is state.ema
+    assert train.averaged(Config(ema_decay=0.3, eval_ema=False), state) is state.params
+
+
+def test_no_two_leaves_of_the_state_share_memory():
+    cfg = family("llama", ema_decay=0.9)
+    table = model.transformer_params(cfg)
+    tx = train.make_optimizer(cfg, table)
+    state = jax.jit(partial(train.init_state, cfg, table, tx))()
+    where = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(state)]
+    assert len(set(where)) == len(where)
+
+
+def test_master_parameters_and_moments_stay_float32():
+    """bfloat16 has no number between 1 and 1 - 1/256: 100 updates of 1e-3 still bring a parameter from 1 to 0.9."""
+    batch = stub_batch([[1]], [[1]])
+    _, state = stub_run(batch, 100, dtype="bfloat16", schedule="constant", warmup_steps=0, eps=1e-12)
+    close(state.params["w"][0], 0.9, tolerance=1e-3)
+    cfg = family("llama", dtype="bfloat16")
+    mesh, tx, state = start(cfg)
+    state, _ = train.make_step(cfg, mesh, model.transformer, tx)(state, put(cfg, mesh, packed(cfg, 0)))
+    assert {str(x.dtype) for x in jax.tree.leaves(state)} == {"float32", "int32"}
+
+
+# ---- precision -----------------------------------------------------------------------------------------------------
+
+
+def test_cross_entropy_is_float32_under_bfloat16_compute():
+    """Logits of size 5, 40 and 160 from bfloat16 states and weights: loss and gradients like a float64 oracle's."""
+    for size in (5, 40, 160):
+        cfg = family("llama", dtype="bfloat16", tied=True)
+        rng = np.random.default_rng(size)
+        y = jnp.asarray(rng.normal(size=(2, 16, 16)), jnp.bfloat16)
+        rows = jnp.zeros((128, 16), jnp.bfloat16).at[:61].set(jnp.asarray(size / 4 * rng.normal(size=(61, 16)), jnp.bfloat16))
+        targets = rng.integers(0, 61, (2, 16))
+
+        def loss(rows, y):
+            logits = jax.shard_map(lambda r, y: model.unembed(cfg, {"embed": r}, y), mesh=mesh_of(cfg), in_specs=(P("tensor"), P()),
+                                   out_specs=P(None, None, "tensor"))(rows, y)
+            assert logits.dtype == jnp.float32
+            nll = jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
+            return nll.mean()
+
+        value, (d_rows, d_y) = jax.jit(jax.value_and_grad(loss, (0, 1)))(rows, y)
+        e, h = np.asarray(rows, np.float64)[:61], np.asarray(y, np.float64)
+        logits = h @ e.T
+        log_p = logits - logits.max(-1, keepdims=True)
+        log_p -= np.log(np.exp(log_p).sum(-1, keepdims=True))
+        close(value / -np.take_along_axis(log_p, targets[..., None], -1).mean(), 1, tolerance=1e-3)
+        d = (np.exp(log_p) - np.eye(61)[targets]) / targets.size
+        for mine, oracle in ((d_rows[:61], d.reshape(-1, 61).T @ h.reshape(-1, 16)), (d_y, d @ e)):
+            close(np.asarray(mine, np.float64) / np.abs(oracle).max(), oracle / np.abs(oracle).max(), tolerance=1e-2)
+
+
+def test_the_logits_matmul_of_the_step_gives_float32():
+    cfg = family("llama", dtype="bfloat16")
+    mesh, _, state = start(cfg)
+    text = str(jax.make_jaxpr(train.make_gradients(cfg, mesh, model.transformer))(state.params, put(cfg, mesh, packed(cfg, 0)), 0))
+    assert re.search(r"f32\[32,16,128\]\S* = dot_general", text)
+    assert not re.search(r"bf16\[32,16,128\]\S* = dot_general", text)
+
+
+def test_position_phases_are_float32():
+    """cos and sin of rope and of the sinusoids at far positions, against float64, under bfloat16 compute."""
+    positions = np.array([[0, 255, 257, 2049, 4095, 16383]])
+    cfg = Config(d_head=128, dtype="bfloat16")
+    angle = positions[..., None] * 10_000.0 ** (-np.arange(64) * 2 / 128)
+    cos, sin = model.rope(cfg, jnp.asarray(positions))
+    close(cos[:, :, 0], np.cos(angle), tolerance=2e-3)  # float32 holds 16383 radians to 1e-3
+    close(sin[:, :, 0], np.sin(angle), tolerance=2e-3)
+    angle = positions[..., None] * np.exp(-np.arange(64) * math.log(10_000) / 63)
+    close(model.sinusoids(jnp.asarray(positions), 128), np.concatenate([np.sin(angle), np.cos(angle)], -1), tolerance=2e-3)
+
+
+def test_bfloat16_gradients_are_reduced_in_float32():
+    """What each of two FSDP devices has is added in float32; in bfloat16 1 + 2^-8 would be 1."""
+    mesh = mesh_of(Config(ici=Axes(fsdp=2)))
+    def device(w, x, dtype):
+        w, x = local((w, x), (P("fsdp"), P("fsdp")))
+        return jax.grad(lambda w: jnp.sum(mesh_module.unshard(w, P("fsdp"), "bfloat16", dtype).astype("float32") * x))(w)
+    for dtype, expected in (("float32", 1 + 2.0**-8), ("bfloat16", 1)):
+        f = jax.shard_map(partial(device, dtype=dtype), mesh=mesh, in_specs=(P("fsdp"), P("fsdp")), out_specs=P("fsdp"), check_vma=False)
+        grads = jax.jit(f)(jnp.ones(4), jnp.array([1, 1, 1, 1, 2.0**-8, 2.0**-8, 2.0**-8, 2.0**-8]))
+        assert grads.tolist() == [expected] * 4
+
+
+# ---- the vocabulary ------------------------------------------------------------------------------------------------
+
+
+def test_padding_of_the_vocabulary_takes_no_part():
+    """All real logits -1 (from a bias), padding at 0: the loss is ln 5, ids stay below 5, padded rows get and keep zero."""
+    base = dict(sample_tokens=8, vocab=5, softmax_bias=True, tied=False, decay="all", weight_decay=0.1)
+    for tensor in (1, 2, 4):
+        cfg = family("llama", **base, ici=Axes(tensor=tensor))
+        mesh, tx, state = start(cfg, noise=False)
+        params = dict(state.params, softmax_bias=state.params["softmax_bias"].at[:5].set(-1), unembed=0 * state.params["unembed"])
+        state = jax.tree.map(jax.device_put, state._replace(params=params), train.state_shardings(cfg, mesh, model.transformer_params(cfg), tx))
+        batch = put(cfg, mesh, packed(cfg, 0))
+        grads, metrics = jax.jit(train.make_gradients(cfg, mesh, model.transformer))(state.params, batch, 0)
+        close(metrics["loss"][0] / metrics["loss"][1], math.log(5))
+        # all logits alike: the first id is the answer, right where the target is 0
+        hits = float((packed(cfg, 0)["weights"] * (packed(cfg, 0)["targets"] == 0)).sum())
+        close(metrics["accuracy"][0], hits, tolerance=1e-4)
+        state, _ = train.make_step(cfg, mesh, model.transformer, tx)(state, batch)
+        for leaf in ("embed", "unembed", "softmax_bias"):
+            assert not np.asarray(grads[leaf])[5:].any() and not np.asarray(state.params[leaf])[5:].any(), leaf
+        ids = train.make_sampler(cfg, mesh, model.transformer)(state.params, jnp.array([1, 2]), jax.random.key(0))
+        assert max(ids) < 5 and len(ids) == 2 + cfg.sample_tokens
+
+
+def test_a_tensor_axis_of_three_pads_further():
+    cfg = dict(seq=18, d_model=18, heads=6, kv_heads=3, d_ff=24, rms_cap=0.5)
+    one, three = (losses_and_gradients(family("llama", **cfg, ici=Axes(tensor=t)), packed(family("llama", **cfg), 0)) for t in (1, 3))
+    for leaf in one:  # 128 rows and 384
+        n = min(one[leaf].size, three[leaf].size)
+        close(one[leaf].ravel()[:n], three[leaf].ravel()[:n], leaf)
+        assert not three[leaf].ravel()[n:].any()
+
+
+def test_fewer_kv_heads_than_tensor_devices():
+    plain = losses_and_gradients(family("llama", kv_heads=2, attention_bias=True), packed(family("llama"), 0))
+    same(plain, losses_and_gradients(family("llama", kv_heads=2, attention_bias=True, ici=Axes(tensor=4, fsdp=2)), packed(family("llama"), 0)))
+
+
+# ---- evaluation and sampling ---------------------------------------------------------------------------------------
+
+
+def test_evaluation_is_the_same_for_any_batch_and_mesh():
+    tokens = np.random.default_rng(0).integers(0, 61, 403).astype(np.uint8)
+    results = []
+    for changes in (dict(batch=4), dict(batch=32), dict(batch=16, accum=2, ici=Axes(data=2, fsdp=2, tensor=2))):
+        cfg = family("gpt3", **changes)
+        mesh = mesh_of(cfg)
+        params = jax.tree.map(jax.device_put, first_state(family("gpt3"), True).params, model.shardings(mesh, model.transformer_params(cfg)))
+        results.append(train.evaluate(cfg, train.make_eval(cfg, mesh, model.transformer), params, mesh, model.transformer, tokens))
+    cfg = family("gpt3")
+    nll = 0.0
+    for i in range(0, 402, 16):  # by the reference, window by window
+        window = tokens[i:i + 17].astype(np.int32)[None]
+        n = window.shape[1] - 1
+        batch = {"tokens": window[:, :-1], "targets": window[:, 1:], "weights": np.ones((1, n)), "segments": np.ones((1, n), np.int32),
+                 "positions": np.arange(n)[None]}
+        nll += n * float(reference_loss(cfg, jax.device_get(first_state(cfg, True).params), batch))
+    assert [r["num_predictions"] for r in results] == [402] * 3
+    for r in results:
+        close(r["log_pplx"], nll / 402, tolerance=1e-5)
+        close(r["accuracy"], results[0]["accuracy"], tolerance=1e-9)
+
+
+def test_sampling_follows_the_model_on_any_mesh():
+    """Greedy ids are the argmax of full forward passes; a draw is the same on one device and on eight."""
+    out = []
+    for axes in (Axes(), Axes(data=2, fsdp=2, tensor=2)):
+        for temperature in (0.0, 1.0):
+            cfg = family("llama", ici=axes, temperature=temperature, sample_tokens=16)
+            mesh, _, state = start(cfg)
+            ids = train.make_sampler(cfg, mesh, model.transformer)(state.params, jnp.array([3, 1, 4]), jax.random.key(0))
+            out.append(ids.tolist())
+    assert out[0] == out[2] and out[1] == out[3] and out[0] != out[1]
+    cfg, params = family("llama"), jax.device_get(first_state(family("llama"), True).params)
+    tokens = [3, 1, 4]
+
+    @jax.jit
+    def losses(window, n):  # of each id as the target after the first n tokens
+        ones = jnp.ones(cfg.seq, jnp.int32)
+        batch = {"tokens": window, "segments": ones, "weights": 1.0 * (jnp.arange(cfg.seq) == n - 1), "positions": jnp.arange(cfg.seq)}
+        one = lambda i: reference_loss(cfg, params, {k: v[None] for k, v in (batch | {"targets": i * ones}).items()})
+        return jax.lax.map(one, jnp.arange(61))
+
+    for _ in range(16):  # by the reference: the likeliest next token is the target of least loss
+        window = np.array(tokens[-cfg.seq:])
+        tokens.append(int(losses(np.pad(window, (0, cfg.seq - len(window))), len(window)).argmin()))
+    assert tokens == out[0]
+
+
+# ---- configs and the command line ----------------------------------------------------------------------------------
+
+
+def test_parameter_counts_are_the_published_ones():
+    counts = {name: model.count(model.transformer_params(make())) for name, make in configs.CONFIGS.items()}
+    assert counts["c4_1b"] == 1_104_619_904
+    llama = dict(vocab=32_000, seq=4096, tied=False, d_head=128)
+    for size, want in ((dict(layers=32, d_model=4096, heads=32, kv_heads=32, d_ff=11_008), 6_738_415_616),
+                       (dict(layers=80, d_model=8192, heads=64, kv_heads=8, d_ff=28_672), 68_976_648_192)):
+        assert model.count(model.transformer_params(Config(**llama | size))) == want
+    gpt3 = dict(vocab=50_257, seq=2048, positions="learned", norm="layernorm", activation="gelu", attention_bias=True, ffn_bias=True)
+    size = dict(layers=96, d_model=12_288, heads=96, kv_heads=96, d_head=128, d_ff=49_152)
+    assert model.count(model.transformer_params(Config(**gpt3 | size))) == 174_780_420_096
+
+
+def test_training_flops_count_half_of_the_attention():
+    """llama2-7b at 8192 tokens, 4 sequences: 1510.11 TFLOP, of which attention is 211.11."""
+    cfg = Config(vocab=32_000, seq=8192, layers=32, d_model=4096, heads=32, kv_heads=32, d_head=128, d_ff=11_008, tied=False)
+    close(model.transformer_flops(cfg) * 4 * 8192 / 1e12, 1510.11, tolerance=0.01)
+
+
+def test_every_field_is_read_outside_configs():
+    source = "".join((HERE / f"{name}.py").read_text() for name in ("mesh", "model", "data", "checkpoint", "pgle", "train"))
+    for field in dataclasses.fields(Config):
+        assert re.search(rf"\bcfg\.{field.name}\b", source), field.name
+
+
+def test_flipping_a_field_changes_what_is_computed():
+    """The step's jaxpr, the parameter table, the sampler's or the data: something must differ for every field of the math."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 61, 4000).astype(np.uint8)
+
+    def everything(cfg):
+        mesh, table = mesh_of(cfg), model.transformer_params(cfg)
+        tx = train.make_optimizer(cfg, table)
+        state = jax.eval_shape(partial(train.init_state, cfg, table, tx))
+        batch = jax.eval_shape(lambda: data.as_batch(jnp.zeros((cfg.batch, cfg.seq + 1)), jnp.ones((cfg.batch, cfg.seq)), cfg.accum))
+        step = str(jax.make_jaxpr(train.make_step(cfg, mesh, model.transformer, tx))(state, batch))
+        init = str(jax.make_jaxpr(partial(train.init_state, cfg, table, tx))())
+        sample = str(jax.make_jaxpr(train.make_sampler(cfg, mesh, model.transformer))(state.params, jnp.zeros(3, jnp.int32), jax.random.key(0)))
+        return re.sub("0x[0-9a-f]+", "", step + init + sample), data.rows(cfg, tokens, 0).tolist(), model.transformer_flops(cfg)
+
+    base = family("llama", ici=Axes(fsdp=2))
+    flips = dict(vocab=59, seq=8, layers=4, d_model=32, heads=4, kv_heads=2, d_head=6, d_ff=32, positions="sinusoidal", rope_theta=500.0,
+                 norm="layernorm", norm_eps=1e-3, activation="gelu", tied=True, embed_scale=True, query_scale="learned",
+                 attention_bias=True, ffn_bias=True, softmax_bias=True, attention_cap=5.0, logit_cap=3.0, init="xavier", dropout=0.1,
+                 dtype="bfloat16", remat="dots", unroll=True, rounds=2, ici=Axes(tensor=2), dcn=Axes(data=2), batch=16, accum=2, steps=11,
+                 learning_rate=0.5, schedule="wsd", warmup_steps=3, decay_start=4, decay_end=20, min_ratio=0.3, schedule_start=0, beta1=0.5,
+                 beta2=0.5, eps=1e-5, eps_root=1e-4, rms_cap=0.5, weight_decay=0.3, decay="all", clip=0.5, frozen="embed", ema_decay=0.5,
+                 max_bad_steps=3, seed=1, temperature=0.3, sample_tokens=3)
+    plain = everything(base)
+    for name, value in flips.items():
+        assert everything(dataclasses.replace(base, **{name: value})) != plain, name
+    for name, value, on in (("init_std", 0.5, dict(init="normal")), ("position_rows", 30, dict(positions="learned")),
+                            ("reduce_dtype", "bfloat16", dict(dtype="bfloat16"))):
+        base_on = dataclasses.replace(base, **on)
+        assert everything(dataclasses.replace(base_on, **{name: value})) != everything(base_on), name
+    told = {"topology", "data", "tokenizer", "eval_ema", "log_every", "eval_every", "checkpoint_every"}  # tested by what a run leaves
+    assert {f.name for f in dataclasses.fields(Config)} == set(flips) | {"init_std", "position_rows", "reduce_dtype"} | told
+
+
+BAD = [  # words, and what the one line must name
+    ("--stepz=5", "--stepz=5.*steps=5"), ("stepz=5", "stepz.*steps"), ("--steps=5", "--steps=5.*steps=5.*no dashes"),
+    ("-- steps=5", "'--'.*steps=5"), ("--config=c4_1B", "c4_1B.*c4_1b"), ("--mode=trian", "trian.*train"), ("--lr=abc", "--lr=abc.*learning_rate"),
+    ("lr=3", "lr.*learning_rate"), ("steps=1e3", "steps=1e3.*whole number"), ("batch=0", "batch=0"), ("steps=-5", "steps=-5"), ("layers", "layers=value"),
+    ("learning_rate=fast", "learning_rate=fast.*number"), ("learning_rate=nan", "learning_rate=nan"), ("tied=yes", "tied=yes.*true or false"),
+    ("ici.fdsp=2", "ici.fdsp.*ici.fsdp"), ("ici=4", "ici"), ("ici.fsdp=0", "fsdp=0"), ("ici.fsdp=-1 ici.data=-1", "data and fsdp"),
+    ("norm=rms", "norm=rms.*rmsnorm"), ("remat=some", "remat=some.*nothing"), ("heads=3", "heads=3.*kv_heads=4"), ("accum=3", "batch=16.*accum=3"),
+    ("rounds=3", "layers=4.*rounds=3"), ("ici.data=1 ici.tensor=3", "seq=128.*3"), ("ici.data=3", "16.*3"), ("ici.data=1 ici.stage=2", "stage=2"),
+    ("d_head=31", "d_head=31"), ("positions=learned position_rows=64", "seq=128.*position_rows=64"), ("dropout=1", "dropout=1"),
+    ("extra", "'extra'"), ("--workdir", "--workdir"), ("--topology=v9", "v9.*cpu"), ("frozen=wqq", "frozen=wqq.*wq"), ("seq=", "seq=value"),
+    ("data=/nowhere/at.all", "data=/nowhere/at.all.*data=PATH"), ("vocab=100", r"\.py: byte \d+ at offset \d+.*vocab=100.*vocab=256"), ("decay_start=9 decay_end=5", "decay_end=5.*decay_start=9"),
+]
+
+
+@pytest.mark.parametrize("words,expected", BAD)
+def test_what_is_wrong_stops_the_run_in_one_line(words, expected, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(jax, "devices", lambda: jax.local_devices(backend="cpu")[:1])
+    with pytest.raises(SystemExit) as stop:
+        train.main(words.split())
+    assert re.search(expected, str(stop.value)) and "\n" not in str(stop.value), stop.value
+    assert not list(tmp_path.iterdir())
+
+
+def run(*words, devices=1, cwd=HERE, **kwargs):
+    """train.py as a person starts it."""
+    env = {**os.environ, "JAX_NUM_CPU_DEVICES": str(devices), "JAX_COMPILATION_CACHE_DIR": str(CACHE)}
+    return subprocess.run([sys.executable, str(HERE / "train.py"), *words], env=env, cwd=cwd, capture_output=True, text=True, **kwargs)
+
+
+def test_a_typo_is_answered_before_anything_starts():
+    since = time.perf_counter()
+    out = run("--stepz=5")
+    assert out.returncode != 0 and out.stderr.count("\n") == 1 and "steps=5" in out.stderr
+    assert time.perf_counter() - since < 10  # 1 s on a machine that is not busy
+
+
+def test_a_config_for_a_pod_says_what_it_wants_on_a_laptop():
+    out = run("--config=c4_1b")
+    assert out.returncode != 0 and out.stderr.count("\n") == 1
+    for word in ("4 devices", "--mode=compile", "ici.fsdp=1", "data="):
+        assert word in out.stderr
+
+
+def test_the_list_of_configs(capsys):
+    train.main(["--config=list"])
+    lines = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()}
+    assert set(lines) == set(configs.CONFIGS) and lines["c4_1b"][:2] == ["1104619904", "v4-8"] and len(lines["tiny"]) > 3
+
+
+def test_the_step_of_c4_1b_compiles_on_devices_that_are_not_here():
+    out = run("--config=c4_1b", "--mode=compile", "--topology=cpu")
+    assert out.returncode == 0, out.stderr
+    assert "parameters: 1104619904" in out.stdout
+    arguments = int(re.search(r"arguments per device: (\d+)", out.stdout)[1])
+    state, batch = 3 * 4 * 1_104_619_904 // 4, 128 * 1024 * 5 * 4 // 4
+    assert state + batch < arguments < 1.02 * (state + batch)  # the norms and biases are on every device
+
+
+def test_meshes_must_multiply_out():
+    for words, devices, sizes in (((), 8, (1, 8, 1, 1, 1)), (("ici.fsdp=-1",), 8, (1, 1, 8, 1, 1)), (("ici.fsdp=4",), 8, (1, 2, 4, 1, 1)),
+                                  (("ici.data=2", "dcn.data=-1"), 8, (1, 8, 1, 1, 1))):
+        cfg = configs.resolve(configs.override(configs.tiny(), words), devices)
+        assert tuple(cfg.axis(a) for a in AXES) == sizes
+        assert mesh_of(cfg).devices.shape == sizes
+    for words, devices in ((("ici.data=1", "ici.tensor=4"), 8), (("ici.data=2",), 8), (("ici.data=4",), 1), (("ici.fsdp=4",), 2)):
+        with pytest.raises(ValueError, match=f"{devices}"):
+            configs.resolve(configs.override(configs.tiny(), words), devices)
+    with pytest.raises(ValueError, match="3 x 1|needs 3 devices"):
+        make_mesh((1, 3, 1, 1, 1), (1,) * 5, jax.devices())
+
+
+def test_dcn_axes_step_from_slice_to_slice():
+    mesh = make_mesh((1, 1, 2, 1, 2), (1, 2, 1, 1, 1), jax.devices())
+    ids = np.vectorize(lambda d: d.id)(mesh.devices)
+    assert set(ids[:, 0].ravel()) == {0, 1, 2, 3} and set(ids[:, 1].ravel()) == {4, 5, 6, 7}
+
+
+# ---- data ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_order_is_a_permutation_that_a_key_picks():
+    for n in (1, 2, 3, 7, 64, 1000, 97_656):
+        one, other = (data.permute(np.arange(n), n, np.full(n, key, np.uint64)) for key in (1, 2))
+        assert sorted(one) == list(range(n))
+        assert n < 7 or (one != other).any()
+    n = 10**12  # no memory
+    far = data.permute(np.arange(n - 1000, n), n, np.full(1000, 1, np.uint64))
+    assert len(set(far)) == 1000 and 0 <= far.min() and far.max() < n
+    big = data.permute(np.arange(50_000), 50_000, np.full(50_000, 3, np.uint64))
+    assert abs(np.corrcoef(np.arange(50_000), big)[0, 1]) < 0.02
+    assert abs(np.diff(big).astype(float).std() / (50_000 / 6**0.5) - 1) < 0.02  # as of independent draws
+
+
+def test_batches_are_a_function_of_seed_and_index():
+    cfg, tokens = Config(seq=16, batch=8), np.arange(2000).astype(np.uint16)
+    n = data.windows(tokens, 16)
+    stream = data.stream(cfg, tokens, 0)
+    rows = np.concatenate([next(stream)["tokens"][0] for _ in range(2 * n // 8 + 1)])
+    for first in (0, 8, 800):  # seeking is another first
+        assert np.array_equal(next(data.stream(cfg, tokens, first))["tokens"][0], np.concatenate([rows[first:first + 8]])) or first >= len(rows) - 8
+    assert np.array_equal(np.concatenate([data.rows(dataclasses.replace(cfg, batch=4), tokens, i) for i in (0, 4)])[:, :-1], rows[:8])
+    for epoch in (0, 1):  # an epoch's windows tile the text: no token twice
+        seen = rows[epoch * n:(epoch + 1) * n].ravel()
+        assert len(set(seen)) == len(seen) == 16 * n
+    assert set(rows[:n, 0]) != set(rows[n:2 * n, 0])  # cut elsewhere the next time
+    assert (data.rows(dataclasses.replace(cfg, seed=1), tokens, 0)[:, :-1] != rows[:8]).any()
+    batch = next(data.stream(dataclasses.replace(cfg, accum=2), tokens, 0))
+    assert batch["tokens"].shape == (2, 4, 16) and np.array_equal(batch["targets"][:, :, :-1], batch["tokens"][:, :, 1:])
+    assert batch["rows"].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_validation_holds_each_token_once():
+    for n in (2, 16, 17, 18, 129, 300):
+        tokens = np.arange(1, n + 1).astype(np.uint16)
+        batches = list(data.once(Config(seq=16, batch=4), tokens))
+        targets = np.concatenate([b["targets"][b["weights"] == 1] for b in batches])
+        assert targets.tolist() == list(range(2, n + 1))
+        assert all((b["tokens"] + 1 == b["targets"])[b["weights"] == 1].all() for b in batches)
+
+
+def corpus(tmp_path, **files):
+    for name, text in files.items():
+        path = tmp_path / name.replace("__", "/")
+        path.parent.mkdir(exist_ok=True, parents=True)
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return str(tmp_path)
+
+
+def test_text_becomes_tokens_and_back(tmp_path):
+    text = "The quick brown fox. Ünïcode! " * 40
+    file = corpus(tmp_path, a=text) + "/a"
+    for tokenizer, vocab in (("bytes", 256), ("chars", len(set(text)))):
+        c = data.load(Config(data=file, tokenizer=tokenizer, vocab=vocab, seq=16))
+        whole = np.concatenate([c.train, c.valid])
+        assert c.decode(whole) == text and c.encode(text) == whole.tolist()
+        assert abs(len(c.train) / len(whole) - 0.9) < 0.01
+    parts = {f"d__{i}": f"file {i} " * 30 for i in range(20)}
+    folder = corpus(tmp_path, **parts) + "/d"
+    for where in (folder, folder + "/*"):
+        c = data.load(Config(data=where, seq=16))
+        train, valid = (bytes(x).split(b"\0")[:-1] for x in (c.train, c.valid))
+        assert sorted(train + valid) == sorted(t.encode() for t in parts.values()) and 1 <= len(valid) <= 4
+        again = data.load(Config(data=where, seq=16))
+        assert np.array_equal(c.train, again.train) and np.array_equal(c.valid, again.valid)
+
+
+@pytest.mark.parametrize("files,fields,expected", [
+    ({"a": "abcdz" * 99}, dict(vocab=122), "a: byte 122 at offset 4 .*vocab=122.*vocab=256"),
+    ({"a": "abcd" * 99}, dict(vocab=3, tokenizer="chars"), "4.*vocab=3.*vocab=4"),
+    ({"a": b"abc\0" * 99}, {}, "a is not a text file: byte 3"),
+    ({"a": b"abc\xff" * 99}, dict(tokenizer="chars"), "a is not UTF-8: byte 3"),
+    ({"a": "abc"}, {}, "too few for seq=128"),
+    ({"a": ""}, {}, "too few for seq=128"),
+])
+def test_bad_text_is_named(tmp_path, files, fields, expected):
+    file = corpus(tmp_path, **files) + "/a"
+    with pytest.raises(ValueError, match=expected):
+        data.load(Config(data=file, **fields))
+
+
+def test_the_standard_library_is_split_by_file_and_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    c = data.load(configs.tiny())
+    assert 5e6 < len(c.train) < 5e7 and 1e5 < len(c.valid) < 1e6
+    [kept] = (tmp_path / "tenfold").iterdir()
+    for damage in (None, lambda b: b[:len(b) // 2], lambda b: b"", lambda b: b[:1000] + bytes([b[1000] ^ 1]) + b[1001:]):
+        if damage:
+            kept.write_bytes(damage(kept.read_bytes()))
+        again = data.load(configs.tiny())
+        assert np.array_equal(c.train, again.train) and np.array_equal(c.valid, again.valid)
+        assert [kept] == list((tmp_path / "tenfold").iterdir())
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")  # nowhere to keep it: still works
+    assert np.array_equal(c.train, data.load(configs.tiny()).train)
+
+
+def test_two_runs_may_fill_the_cache_at_once(tmp_path):
+    program = "import configs, data; c = data.load(configs.tiny()); print(len(c.train), int(c.train.sum()))"
+    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    both = [subprocess.Popen([sys.executable, "-c", program], env=env, cwd=HERE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    assert len({p.communicate()[0] for p in both}) == 1 and not any(p.returncode for p in both)
+    assert len(list((tmp_path / "tenfold").iterdir())) == 1
+
+
+# ---- a whole run ---------------------------------------------------------------------------------------------------
+
+FEW = ["seq=16", "d_model=16", "heads=8", "kv_heads=4", "d_head=4", "d_ff=24", "layers=2", "batch=16", "steps=6", "log_every=2", "eval_every=3",
+       "checkpoint_every=3", "sample_tokens=4", "warmup_steps=1"]
+
+
+@pytest.fixture
+def text(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return f"data={corpus(tmp_path, **{'words.txt': 'to be, or not to be: that is the question. ' * 60})}/words.txt"
+
+
+def test_a_run_leaves_what_a_person_wants_to_see(text, capsys, tmp_path):
+    train.main([*FEW, text, "--workdir=w", "ici.fsdp=2", "ici.tensor=2", "ema_decay=0.5"])
+    out, rows = capsys.readouterr().out, train.read_metrics(tmp_path / "w")
+    for word in ("layers/wq", "fsdp, tensor", "tokens a step", "MiB", "step 6/6", "MFU unknown", "learning rate", "left", "compiled in", "loss.png"):
+        assert word in out, word
+    trained, evaluated = ([r for r in rows if key in r] for key in ("loss", "eval/valid/log_pplx"))
+    assert [r["step"] for r in trained] == [1, 2, 4, 6] and [r["step"] for r in evaluated] == [3, 6]
+    assert all({"step", "loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second", "mfu", "step_time"} <= set(r) for r in trained)
+    assert trained[-1]["tokens"] == 6 * 16 * 16 and trained[-1]["mfu"] is None and "eval/valid/accuracy" in evaluated[0]
+    assert Config(**json.loads((tmp_path / "w/config.json").read_text()) | {"ici": Axes(), "dcn": Axes()}).ema_decay == 0.5
+    assert (tmp_path / "w/loss.png").read_bytes()[1:4] == b"PNG" and (tmp_path / "w/checkpoints/6").is_dir()
+    assert list((tmp_path / "w/summaries/train").glob("events*")) and list((tmp_path / "w/summaries/eval_test_valid").glob("events*"))
+
+
+def test_tensorboard_reads_the_events(text, tmp_path):
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason="pip install tensorboard")
+    train.main([*FEW, text, "--workdir=w"])
+    rows = train.read_metrics(tmp_path / "w")
+    for folder, tag, key in (("train", "loss", "loss"), ("train", "learning/lr", "learning_rate"), ("train", "learning/raw_grad_norm", "grad_norm"),
+                             ("eval_test_valid", "Metrics/log_pplx", "eval/valid/log_pplx")):
+        events = reader.EventAccumulator(str(tmp_path / "w/summaries" / folder))
+        events.Reload()
+        scalars = {e.step: e.value for e in events.Scalars(tag)}
+        expected = {r["step"]: r[key] for r in rows if key in r}
+        assert scalars.keys() == expected.keys()
+        close([*scalars.values()], [*expected.values()])
+
+
+def test_a_run_goes_on_where_it_was_and_says_when_it_is_done(text, capsys, tmp_path):
+    """Six steps at once and in two parts, with another accumulation and mesh: the same losses; a third start has nothing to do."""
+    train.main([*FEW, text, "--workdir=whole", "ici.data=1", "ici.fsdp=8", "rounds=2"])
+    train.main([*FEW, text, "--workdir=parts", "ici.data=1", "ici.fsdp=8", "rounds=2", "steps=3", "decay_end=6"])
+    (tmp_path / "parts/metrics.jsonl").open("a").write('{"step": 4, "loss": 0}\n{"step": 5, "lo')  # what a kill leaves
+    train.main([*FEW, text, "--workdir=parts", "ici.data=4", "ici.tensor=2", "accum=2", "decay_end=6", "log_every=1"])
+    whole, parts = (train.read_metrics(tmp_path / name) for name in ("whole", "parts"))
+    for key in ("loss", "eval/valid/log_pplx"):
+        a, b = ({r["step"]: r[key] for r in rows if key in r} for rows in (whole, parts))
+        close([a[step] for step in a], [b[step] for step in a])
+    assert [r["step"] for r in parts if "loss" in r] == [1, 2, 3, 4, 5, 6]
+    capsys.readouterr()
+    before = (tmp_path / "parts/metrics.jsonl").read_bytes()
+    train.main([*FEW, text, "--workdir=parts", "decay_end=6"])
+    assert "nothing to do" in capsys.readouterr().out and before == (tmp_path / "parts/metrics.jsonl").read_bytes()
+    with pytest.raises(SystemExit, match=r"embed: \[256, 16\] there, \[256, 32\] here"):
+        train.main([*FEW, text, "--workdir=parts", "d_model=32"])
+
+
+def test_a_run_without_finite_gradients_stops_and_keeps_a_finite_checkpoint(text, capsys, tmp_path):
+    """At a rate of 1e30 the first update throws everything to infinity; the checkpoint before is restorable and finite."""
+    train.main([*FEW, text, "--workdir=w", "steps=3", "decay_end=9"])
+    with pytest.raises(SystemExit, match="3 steps in a row.*max_bad_steps"):
+        train.main([*FEW, text, "--workdir=w", "steps=40", "learning_rate=1e30", "clip=0", "max_bad_steps=3", "checkpoint_every=100", "eval_every=100"])
+    assert "bad steps" in capsys.readouterr().out
+    with checkpoint.checkpoints(tmp_path / "w/checkpoints") as saves:
+        assert saves.latest.step == 3
+    rows = [json.loads(line) for line in (tmp_path / "w/metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["grad_norm"] is None and "NaN" not in (tmp_path / "w/metrics.jsonl").read_text()
+    train.main([*FEW, text, "--workdir=w", "steps=4", "decay_end=9"])
+    assert train.read_metrics(tmp_path / "w")[-1]["eval/valid/log_pplx"] < 10
+
+
+def test_the_loop_compiles_once_and_waits_only_where_it_logs(text, monkeypatch):
+    """Reports are fetched at logged steps alone, each after the next step was launched."""
+    events, make_step = [], train.make_step
+    def watched(*args):
+        step = make_step(*args)
+        def call(state, batch):
+            events.append("launch")
+            return step(state, batch)
+        watched.step = step
+        return call
+    get = jax.device_get
+    monkeypatch.setattr(train, "make_step", watched)
+    monkeypatch.setattr(jax, "device_get", lambda x: (events.append("fetch"), get(x))[1])
+    train.main([*FEW, text, "--workdir=w", "steps=8", "log_every=3", "eval_every=100", "checkpoint_every=100", "sample_tokens=0"])
+    assert watched.step._cache_size() == 1
+    expected = ["launch", "launch", "fetch", *["launch"] * 2, "fetch", *["launch"] * 3, "fetch", "launch", "fetch"]
+    assert events[:len(expected)] == expected and "launch" not in events[len(expected):]
+
+
+@pytest.mark.skipif(not SHAKESPEARE.exists(), reason="tinyshakespeare.txt is not beside the checkout")
+def test_shakespeare_is_what_nanogpt_trains_on():
+    c = data.load(dataclasses.replace(configs.shakespeare_char(), data=str(SHAKESPEARE)))
+    assert (len(c.train), len(c.valid)) == (1_003_854, 111_540) and int(c.train.max()) == 64
+
+
+# ---- python test_all.py --------------------------------------------------------------------------------------------
+
+if __name__ == "__main__":
+    arguments = [a for a in sys.argv[1:] if a not in ("--all", "--soak", "--bench")]
+    if "--all" in sys.argv:
+        os.environ["TEST_ALL"] = "1"
+    raise SystemExit(pytest.main([str(HERE / "test_all.py"), "-q", "-p", "no:cacheprovider", *arguments]))
