@@ -68,7 +68,7 @@ class Config:
     remat: Literal["nothing", "dots", "dots_no_batch", "qkv_out_proj", "context", "out_proj", "context_and_out_proj",
                    "mlperf_200b", "dots_except_logits_ffn1", "dots_except_logits",
                    "everything"] = "everything"                # what a layer keeps for its backward pass
-    unroll: bool = False           # layers as straight code: a faster step, a slower compile
+    unroll: bool = True            # layers as straight code: a faster step, a slower compile
     rounds: int = 1                # layers are stacked (rounds, layers // rounds, ...)
     ici: Axes = Axes(data=-1)      # devices inside a slice
     dcn: Axes = Axes()             # slices
@@ -81,8 +81,8 @@ class Config:
     accum: int = 1                 # micro-batches a step
 
     # optimizer
-    steps: int = 500
-    learning_rate: float = 1e-3
+    steps: int = 400
+    learning_rate: float = 3e-3
     schedule: Literal["cosine", "exponential", "wsd", "constant"] = "cosine"
     warmup_steps: int = 50
     decay_start: int = 0           # 0: at the end of warm-up (wsd: the last fifth of the steps)
@@ -105,7 +105,7 @@ class Config:
     # the run
     seed: int = 0
     log_every: int = 10
-    eval_every: int = 250
+    eval_every: int = 200
     checkpoint_every: int = 1000
     sample_tokens: int = 240       # generated at the end; 0 is none
     temperature: float = 0.8
@@ -178,9 +178,11 @@ def resolve(cfg, devices):
         level[axis] = 1 if (level is dcn and len(fill) > 1) else max(devices // known, 1)
         known *= level[axis]
     if known != devices:
-        wide = [f"{level}.{a}={s}" for level, sizes in (("ici", ici), ("dcn", dcn)) for a, s in sizes.items() if s != 1]
-        raise ValueError(f"the mesh ({' '.join(wide) or 'every axis 1'}) is of {known} devices, here there "
-                         f"{'is' if devices == 1 else 'are'} {devices}")
+        wide = [(f"{level}.{a}", s) for level, sizes in (("ici", ici), ("dcn", dcn)) for a, s in sizes.items() if s != 1]
+        raise ValueError(
+            f"the mesh ({' '.join(f'{a}={s}' for a, s in wide) or 'every axis 1'}) wants {known} devices, and here there "
+            f"{'is' if devices == 1 else 'are'} {devices}: compile it here with --mode=compile, or run it here, if it fits, with "
+            f"{' '.join(f'{a}=1' for a, _ in wide) or 'ici.data=-1'} and your text, data=PATH")
     return replace(cfg, ici=Axes(**ici), dcn=Axes(**dcn))
 
 
@@ -271,8 +273,7 @@ def tiny():
 def shakespeare_char():
     """nanoGPT's CPU setting: 4 layers of 128, context 64, on tinyshakespeare.txt"""
     return Config(data="tinyshakespeare.txt", tokenizer="chars", vocab=65, seq=64, batch=12, steps=2000,
-                  layers=4, d_model=128, heads=4, kv_heads=4, d_head=32, d_ff=344, unroll=True,
-                  learning_rate=3e-3, warmup_steps=100, min_ratio=0.01)
+                  layers=4, d_model=128, heads=4, kv_heads=4, d_head=32, d_ff=344, warmup_steps=100, min_ratio=0.01)
 
 
 def c4_1b():
@@ -281,7 +282,7 @@ def c4_1b():
         vocab=32_000, seq=1024, layers=13, d_model=2560, heads=20, kv_heads=20, d_head=128, d_ff=10_240,
         positions="sinusoidal", norm="layernorm", activation="gelu", embed_scale=True, query_scale="learned",
         ffn_bias=True, softmax_bias=True, attention_cap=50.0, logit_cap=30.0, init="xavier",
-        dtype="bfloat16", remat="nothing", data="c4", batch=128, ici=Axes(fsdp=4), topology="v4-8",
+        dtype="bfloat16", remat="nothing", unroll=False, data="c4", batch=128, ici=Axes(fsdp=4), topology="v4-8",
         learning_rate=1e-3, schedule="exponential", warmup_steps=4000, decay_start=4001, decay_end=300_000, schedule_start=0,
         beta2=0.99, eps=1e-6, rms_cap=1.0, weight_decay=1e-3, decay="all", clip=5.0, steps=10_000_000,
         log_every=10, eval_every=100, checkpoint_every=1000)

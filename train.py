@@ -13,6 +13,7 @@ import math
 import os
 import re
 import sys
+import textwrap
 import time
 from functools import partial
 from pathlib import Path
@@ -456,16 +457,18 @@ def show_configs():
         print(f"{name:20} {count(TASK.params(cfg)):>16}  {cfg.topology:12} {make.__doc__}")
 
 
-def mesh_here(name, cfg, devices):
-    """(cfg, mesh) on `devices`. Raises ValueError, with what to do, where they are not as many as the config wants."""
-    try:
-        cfg = configs.resolve(cfg, len(devices))
-    except ValueError as error:
-        wide = " ".join(f"{level}.{axis}=1" for level in ("ici", "dcn")
-                        for axis, size in dataclasses.asdict(getattr(cfg, level)).items() if size > 1)
-        raise ValueError(f"{name}: {error} ({devices[0].device_kind}). Compile it here with --mode=compile; run it here, if it "
-                         f"fits, with {wide or 'a mesh that fits'} and your text, data=PATH") from error
-    return cfg, make_mesh(dataclasses.astuple(cfg.ici), dataclasses.astuple(cfg.dcn), devices)
+def flat(cfg):
+    """{field: value}, mesh axes as `ici.fsdp`, as a command line would say them."""
+    out = {}
+    for key, value in dataclasses.asdict(cfg).items():
+        out |= {f"{key}.{axis}": size for axis, size in value.items()} if isinstance(value, dict) else {key: value}
+    return out
+
+
+def on_devices(cfg):
+    """(cfg, mesh) for the devices that are here. Raises ValueError where the config wants others."""
+    cfg = configs.resolve(cfg, len(jax.devices()))
+    return cfg, make_mesh(dataclasses.astuple(cfg.ici), dataclasses.astuple(cfg.dcn), jax.devices())
 
 
 def compile_step(cfg, mesh, task):
@@ -506,18 +509,13 @@ def main(argv):
     MODES[mode](name, cfg, workdir)
 
 
-def setup(name, cfg):
-    """(cfg, mesh, corpus); what is wrong with devices or data ends the run in one line, before any compile."""
-    try:
-        cfg, mesh = mesh_here(name, cfg, jax.devices())
-        return cfg, mesh, data.load(cfg)
-    except (ValueError, OSError) as error:
-        raise SystemExit(f"train.py: {error}") from error
-
-
 def run_training(name, cfg, workdir):
-    cfg, mesh, corpus = setup(name, cfg)
-    print(f"{name}: " + " ".join(f"{key}={value}" for key, value in dataclasses.asdict(cfg).items()))
+    try:  # what is wrong with devices or data ends the run in one line, before any compile
+        cfg, mesh = on_devices(cfg)
+        corpus = data.load(cfg)
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"train.py: {name}: {error}") from error
+    print(textwrap.fill(f"{name}: " + " ".join(f"{key}={value}" for key, value in flat(cfg).items()), 120, subsequent_indent="  "))
     workdir.mkdir(parents=True, exist_ok=True)
     (workdir / "config.json").write_text(json.dumps(dataclasses.asdict(cfg), indent=1))
     train(cfg, mesh, TASK, corpus, workdir)
@@ -528,7 +526,7 @@ def run_compile(name, cfg, workdir):
     wanted = math.prod(size for level in (cfg.ici, cfg.dcn) for size in dataclasses.astuple(level) if size != -1)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", wanted)
-    compile_step(*mesh_here(name, cfg, jax.devices()), TASK)
+    compile_step(*on_devices(cfg), TASK)
 
 
 MODES = {"train": run_training, "compile": run_compile}
