@@ -8,6 +8,7 @@ global arrays (`make_step`). The loop launches a step before it reads what the o
 import collections
 import contextlib
 import dataclasses
+import datetime
 import json
 import math
 import os
@@ -234,12 +235,11 @@ def overview(cfg, task, mesh):
     table = task.params(cfg)
     bytes_here = 4 * (4 if cfg.ema_decay else 3) * sum(
         math.prod(NamedSharding(mesh, p.spec).shard_shape(p.shape)) for p in table.values())  # parameters, two moments, average
-    lines = [("parameter", "shape", "placement", "count")]
-    for name, p in table.items():
-        placement = ", ".join("-" if axis is None else str(axis) for axis in p.spec)
-        lines.append((name, " x ".join(map(str, p.shape)), placement, f"{math.prod(p.size):,}"))
-    wide = [max(len(line[i]) for line in lines) for i in range(4)]
-    text = [f"{a:{wide[0]}}  {b:{wide[1]}}  {c:{wide[2]}}  {d:>{wide[3]}}" for a, b, c, d in lines]
+    rows = [(name, " x ".join(map(str, p.shape)), ", ".join(str(axis or "-") for axis in p.spec), f"{math.prod(p.size):,}")
+            for name, p in table.items()]
+    rows.insert(0, ("parameter", "shape", "placement", "count"))
+    a, b, c, d = (max(map(len, column)) for column in zip(*rows))
+    text = [f"{name:{a}}  {shape:{b}}  {spec:{c}}  {n:>{d}}" for name, shape, spec, n in rows]
     text.append(f"{count(table):,} parameters; {bytes_here / 2**20:,.1f} MiB of parameters and optimizer on each device")
     text.append(f"mesh {' x '.join(f'{axis} {mesh.shape[axis]}' for axis in AXES)} = {mesh.size} "
                 f"{mesh.devices.flat[0].device_kind}; {cfg.batch:,} sequences x {cfg.seq:,} = {cfg.batch * cfg.seq:,} tokens a step")
@@ -247,7 +247,7 @@ def overview(cfg, task, mesh):
 
 
 def clock(seconds):
-    return time.strftime("%H:%M:%S" if seconds >= 3600 else "%M:%S", time.gmtime(seconds))
+    return str(datetime.timedelta(seconds=round(seconds)))
 
 
 PAX_TAGS = {  # TensorBoard tags that Pax's users know
@@ -265,9 +265,10 @@ class Journal:
         from tensorboardX import SummaryWriter
         self.cfg, self.workdir, self.devices = cfg, workdir, mesh.size
         self.flops, self.peak = task.flops(cfg), pgle.PEAK_FLOPS.get(mesh.devices.flat[0].device_kind)
-        kept = [row for row in read_metrics(workdir) if row["step"] <= step]
-        self.file = open(workdir / "metrics.jsonl", "w", buffering=1)
-        self.file.writelines(json.dumps(row) + "\n" for row in kept)
+        kept = "".join(json.dumps(row) + "\n" for row in read_metrics(workdir) if row["step"] <= step)
+        (workdir / "metrics.part").write_text(kept)
+        os.replace(workdir / "metrics.part", workdir / "metrics.jsonl")  # whole, whenever the run is killed
+        self.file = open(workdir / "metrics.jsonl", "a", buffering=1)
         self.writers = {name: SummaryWriter(str(workdir / "summaries" / name), purge_step=step + 1 if step else None)
                         for name in ("train", "eval_test_valid")}
         self.writers["train"].add_text("parameters", "    " + overview(cfg, task, mesh).replace("\n", "\n    "), step)
@@ -359,21 +360,20 @@ def plot(workdir):
 
 def evaluate(cfg, run, params, mesh, task, tokens):
     """{log_pplx, accuracy, num_predictions} over all of `tokens`, each predicted once. Sums meet on the host in float64."""
-    sums, launched = collections.Counter(), collections.deque()
+    sums, launched = collections.defaultdict(lambda: np.zeros(2)), collections.deque()
 
-    def read():
-        for name, (value, weight) in jax.device_get(launched.popleft()).items():
-            sums[name, "sum"] += float(value)
-            sums[name, "weight"] += float(weight)
+    def read(result):
+        for name, pair in jax.device_get(result).items():
+            sums[name] += np.float64(pair)
 
     for batch in data.once(cfg, tokens):
         launched.append(run(params, data.put(mesh, task.batch(cfg), batch)))
         if len(launched) > 2:  # read behind, as in training
-            read()
-    while launched:
-        read()
-    return {"log_pplx": sums["loss", "sum"] / sums["loss", "weight"], "num_predictions": sums["loss", "weight"],
-            "accuracy": sums["accuracy", "sum"] / sums["accuracy", "weight"]}
+            read(launched.popleft())
+    for result in launched:
+        read(result)
+    (loss, weight), (hits, _) = sums["loss"], sums["accuracy"]
+    return {"log_pplx": float(loss / weight), "accuracy": float(hits / weight), "num_predictions": float(weight)}
 
 
 def averaged(cfg, state):
@@ -396,7 +396,8 @@ def restored(saves, table, init, places):
         raise SystemExit(f"train.py: the checkpoint of step {saves.latest.step} is of another model ({'; '.join(differ)}); "
                          f"go on with that model, or begin in another --workdir")
     target = jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), jax.eval_shape(init), places)
-    return checkpoint.restore(saves, target), checkpoint.facts(saves)["sequences"]
+    state = checkpoint.restore(saves, target)
+    return state._replace(bad_in_a_row=0 * state.bad_in_a_row), checkpoint.facts(saves)["sequences"]  # started again: a new chance
 
 
 def train(cfg, mesh, task, corpus, workdir):
