@@ -12,7 +12,7 @@ from orbax.checkpoint import v1 as ocp
 
 
 def checkpoints(folder, keep=3):
-    """Orbax's Checkpointer on `folder`, which keeps the newest `keep` steps. A context manager: leaving it waits for saves."""
+    """Orbax's Checkpointer on `folder`, which keeps the newest `keep` steps. Leaving its context waits for saves."""
     return ocp.training.Checkpointer(
         os.path.abspath(folder), save_decision_policy=ocp.training.save_decision_policies.FixedIntervalPolicy(1),
         preservation_policy=ocp.training.preservation_policies.LatestN(keep))
@@ -24,7 +24,8 @@ def is_stacked(path):
 
 def unfold(state):
     """(rounds, layers // rounds, ...) to (layers, ...), of every stacked leaf."""
-    return jax.tree_util.tree_map_with_path(lambda path, x: x.reshape(-1, *x.shape[2:]) if is_stacked(path) else x, state)
+    one = lambda path, x: x.reshape(-1, *x.shape[2:]) if is_stacked(path) else x
+    return jax.tree_util.tree_map_with_path(one, state)
 
 
 def save(saves, step, state, facts):

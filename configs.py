@@ -1,4 +1,4 @@
-"""A run is one value: a frozen `Config`. Named configs are functions that return one, `override` changes fields by name.
+"""A run is one value: a frozen `Config`. Named configs are functions that return one; `override` sets fields by name.
 
 Nothing else in the program holds a default; functions take `cfg` and read what they need from it.
 To add a config, write a function and put it in CONFIGS. To add a field, give it a line here and read it where it acts.
@@ -25,7 +25,7 @@ class Axes:
         sizes = dataclasses.asdict(self)
         for axis, size in sizes.items():
             if size < 1 and size != -1:
-                raise ValueError(f"{axis}={size}: the size of a mesh axis is 1 or more, or -1 for the devices left over")
+                raise ValueError(f"{axis}={size}: a mesh axis has 1 device or more, or -1: those left over")
         fill = [axis for axis, size in sizes.items() if size == -1]
         if len(fill) > 1:
             raise ValueError(f"{' and '.join(fill)} are -1: only one axis can take the devices left over")
@@ -119,7 +119,8 @@ class Config:
 
 
 FRACTIONS = ("dropout", "ema_decay", "beta1", "beta2")  # in [0, 1)
-MAY_BE_ZERO = ("decay_start", "decay_end", "schedule_start", "warmup_steps", "seed", "sample_tokens")  # other ints are sizes
+# Other whole numbers are sizes, of 1 or more.
+MAY_BE_ZERO = ("decay_start", "decay_end", "schedule_start", "warmup_steps", "seed", "sample_tokens")
 
 
 def check(cfg):
@@ -154,7 +155,8 @@ def check(cfg):
     if cfg.positions == "learned" and cfg.seq > cfg.position_rows:
         raise ValueError(f"seq={cfg.seq} is longer than the position table, position_rows={cfg.position_rows}")
     if cfg.decay_end and cfg.decay_end < max(cfg.decay_start, cfg.warmup_steps):
-        raise ValueError(f"decay_end={cfg.decay_end} is before decay_start={cfg.decay_start} or warmup_steps={cfg.warmup_steps}")
+        raise ValueError(f"decay_end={cfg.decay_end} is before decay_start={cfg.decay_start} or "
+                         f"warmup_steps={cfg.warmup_steps}")
     for axis in ("stage", "context"):
         if cfg.axis(axis) != 1:
             raise ValueError(f"{axis}={cfg.axis(axis)}: layers are split over fsdp and tensor only; {axis} must be 1")
@@ -178,11 +180,12 @@ def resolve(cfg, devices):
         level[axis] = 1 if (level is dcn and len(fill) > 1) else max(devices // known, 1)
         known *= level[axis]
     if known != devices:
-        wide = [(f"{level}.{a}", s) for level, sizes in (("ici", ici), ("dcn", dcn)) for a, s in sizes.items() if s != 1]
+        levels = (("ici", ici), ("dcn", dcn))
+        wide = {f"{level}.{axis}": size for level, sizes in levels for axis, size in sizes.items() if size != 1}
         raise ValueError(
-            f"the mesh ({' '.join(f'{a}={s}' for a, s in wide) or 'every axis 1'}) wants {known} devices, and here there "
-            f"{'is' if devices == 1 else 'are'} {devices}: compile it here with --mode=compile, or run it here, if it fits, with "
-            f"{' '.join(f'{a}=1' for a, _ in wide) or 'ici.data=-1'} and your text, data=PATH")
+            f"the mesh ({' '.join(f'{a}={s}' for a, s in wide.items()) or 'every axis 1'}) wants {known} devices, and "
+            f"here there {'is' if devices == 1 else 'are'} {devices}: compile it here with --mode=compile, or run it, "
+            f"if it fits here, with {' '.join(f'{a}=1' for a in wide) or 'ici.data=-1'} and your text, data=PATH")
     return replace(cfg, ici=Axes(**ici), dcn=Axes(**dcn))
 
 
@@ -194,7 +197,8 @@ KIND = {int: "a whole number", float: "a number", bool: "true or false", str: "a
 def nearest(word, names):
     """The name that `word` most likely stands for; `lr` is nearest to `learning_rate` by its initials."""
     initials = {"".join(part[0] for part in n.replace(".", "_").split("_")): n for n in names if "_" in n}
-    return initials.get(word) or max(names, key=lambda n: difflib.SequenceMatcher(None, str(word).lower(), n.lower()).ratio())
+    likeness = lambda name: difflib.SequenceMatcher(None, str(word).lower(), name.lower()).ratio()
+    return initials.get(word) or max(names, key=likeness)
 
 
 def parse(name, text, kind):
@@ -246,7 +250,7 @@ def command_line(argv, flags):
     for i, word in enumerate(argv):
         name, equals, value = word.removeprefix("--").partition("=")
         if word == "--":
-            raise ValueError(f"'--' and what follows ({' '.join(argv[i + 1:]) or 'nothing'}) would be ignored; leave it out")
+            raise ValueError(f"'--' (before {' '.join(argv[i + 1:]) or 'nothing'}) has no meaning here; leave it out")
         if not word.startswith("-"):
             words.append(word)
         elif word.startswith("--") and name in flags:
@@ -283,7 +287,8 @@ def c4_1b():
         positions="sinusoidal", norm="layernorm", activation="gelu", embed_scale=True, query_scale="learned",
         ffn_bias=True, softmax_bias=True, attention_cap=50.0, logit_cap=30.0, init="xavier",
         dtype="bfloat16", remat="nothing", unroll=False, data="c4", batch=128, ici=Axes(fsdp=4), topology="v4-8",
-        learning_rate=1e-3, schedule="exponential", warmup_steps=4000, decay_start=4001, decay_end=300_000, schedule_start=0,
+        learning_rate=1e-3, schedule="exponential", warmup_steps=4000, decay_start=4001, decay_end=300_000,
+        schedule_start=0,
         beta2=0.99, eps=1e-6, rms_cap=1.0, weight_decay=1e-3, decay="all", clip=5.0, steps=10_000_000,
         log_every=10, eval_every=100, checkpoint_every=1000)
 

@@ -15,8 +15,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-VALID_SHARE = {"python": 0.025}  # of the bytes of several files; the standard library's is small, so that it is quickly read
-DEFAULT_SHARE = 0.1
+VALID_SHARE = 0.1
+PYTHON_VALID_SHARE = 0.025  # less, so that evaluating `tiny` on a laptop takes seconds
 
 
 class Corpus(NamedTuple):
@@ -39,17 +39,20 @@ def find(data):
         paths = [p for p in root.rglob("*.py") if not skip & set(p.relative_to(root).parts)]
     elif Path(data).is_dir():
         root = Path(data)
-        paths = [p for p in root.rglob("*") if p.is_file() and not any(part[0] == "." for part in p.relative_to(root).parts)]
+        hidden = lambda p: any(part[0] == "." for part in p.relative_to(root).parts)
+        paths = [p for p in root.rglob("*") if p.is_file() and not hidden(p)]
     else:
-        paths = [Path(p) for p in glob.glob(data, recursive=True) if os.path.isfile(p)] or [Path(data)] * os.path.isfile(data)
+        names = [data] if os.path.isfile(data) else glob.glob(data, recursive=True)
+        paths = [Path(name) for name in names if os.path.isfile(name)]
         root = Path(os.path.commonpath([p.parent for p in paths])) if paths else None
     if not paths:
-        raise ValueError(f"data={data}: no such text file, no files in such a folder, none match such a glob; give data=PATH")
+        raise ValueError(f"data={data}: there is no such file, no file in such a folder, none for such a glob; "
+                         f"give data=PATH")
     return {p.relative_to(root).as_posix(): p for p in sorted(paths)}
 
 
 def split(files, share):
-    """(train, valid) of {name: bytes}: one file's first 90% and the rest; of several, whole files by their names' hash."""
+    """(train, valid) of {name: text}: of one file the beginning and the rest, of several whole files, by name."""
     if len(files) == 1:
         [(name, text)] = files.items()
         cut = int(len(text) * (1 - share))
@@ -70,14 +73,15 @@ def bytes_of(path, several):
 
 
 def load(cfg):
-    """The Corpus of cfg.data. Raises ValueError naming file and remedy for what is no text, too short or not in the vocabulary."""
+    """The Corpus of cfg.data. Raises ValueError, with file and remedy, for no text, too little, or beyond vocab."""
     files = find(cfg.data)
-    share = VALID_SHARE.get(cfg.data, DEFAULT_SHARE)
+    share = PYTHON_VALID_SHARE if cfg.data == "python" else VALID_SHARE
     if cfg.tokenizer == "bytes":
         make = lambda: [np.concatenate([np.frombuffer(t, np.uint8) for t in part.values()])
                         for part in split({n: bytes_of(p, len(files) > 1) for n, p in files.items()}, share)]
         train, valid = cached(files, make) if cfg.data == "python" else make()
-        corpus = Corpus(train, valid, lambda text: list(text.encode()), lambda ids: bytes(map(int, ids)).decode(errors="replace"))
+        corpus = Corpus(train, valid, lambda text: list(text.encode()),
+                        lambda ids: bytes(map(int, ids)).decode(errors="replace"))
         if max(train.max(initial=0), valid.max(initial=0)) >= cfg.vocab:
             refuse_byte(cfg, files)
     else:
@@ -103,14 +107,16 @@ def refuse_byte(cfg, files):
     for path in files.values():
         for offset, byte in enumerate(path.read_bytes()):
             if byte >= cfg.vocab:
-                raise ValueError(f"{path}: byte {byte} at offset {offset} is not in the vocabulary, vocab={cfg.vocab}; say vocab=256")
+                raise ValueError(f"{path}: byte {byte} at offset {offset} is not in the vocabulary, vocab={cfg.vocab}; "
+                                 f"say vocab=256")
 
 
 def characters(path, text):
     try:
         return text.decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8: byte {error.start} is {text[error.start]:#x}; tokenizer=bytes takes it") from error
+        raise ValueError(f"{path} is not UTF-8: byte {error.start} is {text[error.start]:#x}; "
+                         f"tokenizer=bytes takes it") from error
 
 
 def cached(files, make):
@@ -146,8 +152,11 @@ def mix(x):
 
 
 def permute(index, n, key):
-    """Where `index` (array, each < n) stands in a permutation of range(n) that `key` (array) picks. No memory: a Feistel
-    network over the smallest even number of bits that hold n, walked until it lands below n (Black and Rogaway 2002)."""
+    """Where each of `index` (array, below n) stands in the permutation of range(n) that its `key` (array) picks.
+
+    No memory: a Feistel network over the least even number of bits that hold n, walked until it lands below n
+    (Black and Rogaway 2002).
+    """
     half = np.uint64(max(1, -(-(n - 1).bit_length() // 2)))
     low = (np.uint64(1) << half) - np.uint64(1)
     x, out = np.asarray(index, np.uint64), np.ones(len(index), bool)
@@ -161,7 +170,7 @@ def permute(index, n, key):
 
 
 def windows(tokens, seq):
-    """Windows of an epoch: they tile the tokens from a start that each epoch draws, so cuts fall elsewhere each time."""
+    """Windows in an epoch: they tile the tokens from a start that each epoch draws, so that cuts fall elsewhere."""
     return (len(tokens) - seq) // seq
 
 
@@ -186,6 +195,11 @@ def as_batch(text, weights, accum):
         "positions": np.broadcast_to(np.arange(t, dtype=np.int32), (b, t)),
     }
     return {name: x.reshape(accum, b // accum, *x.shape[1:]) for name, x in arrays.items()}
+
+
+def blank(cfg):
+    """A batch of nothing, for its shapes."""
+    return as_batch(np.zeros((cfg.batch, cfg.seq + 1), np.uint8), np.zeros((cfg.batch, cfg.seq)), cfg.accum)
 
 
 def put(mesh, specs, batch):

@@ -1,8 +1,8 @@
 """Everything that moves between devices has a name here.
 
-Inside the step each device runs the same code on its own shards (`jax.shard_map`) and bytes move only where one of these
-is called. `gather` and `scatter` are each other's transpose, and `unshard` carries its own, so gradients need no repair;
-`total` sums over devices after the gradient is taken.
+Inside the step each device runs the same code on its own shards (`jax.shard_map`), and bytes move only where one of
+these is called. `gather` and `scatter` are each other's transpose and `unshard` carries its own, so gradients need no
+repair; `total` sums over devices after the gradient is taken.
 """
 from functools import partial
 from math import prod
@@ -14,7 +14,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
 # Outermost first. data: a copy of the model each. fsdp: a share of every weight, gathered layer by layer. tensor: a
-# share of heads, hidden units and vocabulary. Only stage and data may cross slices (DCN). stage and context are of size 1.
+# share of heads, hidden units and vocabulary. Only stage and data should cross slices (DCN). stage and context are 1.
 AXES = ("stage", "data", "fsdp", "context", "tensor")
 BATCH = ("data", "fsdp")          # the axes that split the rows of a batch
 SEQUENCE = ("context", "tensor")  # the axes that split the tokens of a row, between sublayers
@@ -50,7 +50,7 @@ def local(tree, specs):
 
 
 def missing(spec):
-    """The axes that a PartitionSpec does not name: over them its array is a copy, and its gradient is yet to be summed."""
+    """The axes that a PartitionSpec does not name: its array is a copy over them, its gradient yet to be summed."""
     named = [a for entry in spec if entry for a in (entry if isinstance(entry, tuple) else (entry,))]
     return tuple(a for a in AXES if a not in named)
 

@@ -1,8 +1,8 @@
 """Parameters as a table, and the forward pass as one device sees it.
 
-The table says for each parameter its shape, where it lives, how it starts and whether it decays; all else about parameters
-is a map over it. Between sublayers every token is on exactly one device: rows are split over data and fsdp, the
-sequence over tensor. So a sum over devices is a sum over tokens, and losses and gradients need no factor.
+The table says for each parameter its shape, where it lives, how it starts and whether it decays; all else about
+parameters is a map over it. Between sublayers every token is on exactly one device: rows are split over data and fsdp,
+the sequence over tensor. So a sum over devices is a sum over tokens, and losses and gradients need no factor.
 
 Dimensions, capitals global, lower case this device's:  B batch  T sequence  D d_model  H heads  K kv_heads  h d_head
 F d_ff  V vocabulary (padded)  L layers  R rounds
@@ -35,8 +35,8 @@ class Task(NamedTuple):
     """What the training loop knows of a model: pure functions of the config.
 
     params(cfg) -> {name: Param};  batch(cfg) -> {name: PartitionSpec} of one micro-batch;
-    loss(cfg, params, batch, step) -> (sum, {metric: (sum, weight)}) over this device's tokens, with dropout if there is a step;
-    logits(cfg, params, batch) -> logits of what follows each token;  flops(cfg) -> training FLOPs a token.
+    loss(cfg, params, batch, step) -> (sum, {metric: (sum, weight)}) over this device's tokens, dropout with a step;
+    logits(cfg, params, batch, last=) -> logits of what follows column `last`;  flops(cfg) -> training FLOPs a token.
     """
 
     params: Callable
@@ -59,7 +59,7 @@ def shardings(mesh, table):
 
 
 def init_params(table, seed):
-    """{name: float32 array}: the same values on every mesh and for every `rounds`. A name's key hangs on nothing else."""
+    """{name: float32 array}: the same values on every mesh, for every `rounds`, whatever other parameters there are."""
     def one(name, p):
         x = p.init(jax.random.fold_in(jax.random.key(seed), zlib.crc32(name.encode())), p.size)
         if len(p.size) < len(p.shape):  # (L, ...) to (R, L // R, ...)
@@ -151,7 +151,8 @@ def transformer_params(cfg):
 def transformer_batch(cfg):
     """A micro-batch: `rows` (B,) is each row's number in the step, for dropout; all else is (B, T).
 
-    `weights` are the loss's, 0 where there is no target. `segments` number a row's documents, `positions` count from 0 in each.
+    `weights` are the loss's, 0 where there is no target. `segments` number a row's documents, `positions` count from 0
+    in each.
     """
     tokens = dict.fromkeys(("tokens", "targets", "weights", "segments", "positions"), P(BATCH, SEQUENCE))
     return {"rows": P(BATCH), **tokens}
@@ -187,7 +188,7 @@ def soft_cap(x, cap):
 
 
 def sinusoids(positions, d):
-    """(b, t) to (b, t, d): all sines, then all cosines, of wavelengths from 2 pi to 2 pi 10^4. float32: bfloat16 has no 257."""
+    """(b, t) to (b, t, d): all sines, then all cosines, of wavelengths 2 pi to 2 pi 10^4, in float32."""
     rates = jnp.exp(-math.log(10_000) / max(d // 2 - 1, 1) * jnp.arange(d // 2, dtype=jnp.float32))
     phases = positions[..., None].astype(jnp.float32) * rates
     return jnp.concatenate([jnp.sin(phases), jnp.cos(phases)], -1)
@@ -262,7 +263,7 @@ def ffn(cfg, y, w):
 
 
 def block(cfg, x, w, mask, phases, drop):
-    """One layer, (b, t, D) to (b, t, D): twice x + scatter(f(gather(norm(x)))). Biases come after the sum: added once."""
+    """One layer, (b, t, D) to (b, t, D): twice x + scatter(f(gather(norm(x)))). Biases come after the sum, so once."""
     y = gather(normalize(cfg, x, w, "attention_norm"), "tensor", 1)
     y = checkpoint_name(scatter(attention(cfg, y, w, mask, phases), "tensor", 1), "out_proj")
     x = x + drop(biased(y, w["bo"]) if cfg.attention_bias else y, ATTENTION)
@@ -308,7 +309,7 @@ def vocabulary(rows):
 
 
 def embed(cfg, w, batch):
-    """This device's tokens (b, t) as vectors (b, t, D): it looks all tokens up in its rows of the table, zero elsewhere."""
+    """This device's tokens (b, t) as vectors (b, t, D): each device looks all of them up in its rows of the table."""
     here = gather(batch["tokens"], "tensor", 1) - vocabulary(w["embed"])[0]
     held = (here >= 0) & (here < len(w["embed"]))
     x = scatter(jnp.where(held[..., None], w["embed"][jnp.where(held, here, 0)], 0), "tensor", 1)

@@ -7,7 +7,7 @@ PEAK_FLOPS = {  # bfloat16 matmul FLOP/s of a device, by its `device_kind`, from
 
 
 def report(compiled):
-    """Bytes per device of a compiled step: {arguments, outputs not donated, temporaries, code}; of a device's memory."""
+    """Bytes on each device of a compiled step: its arguments, outputs (not the donated ones), temporaries, code."""
     m = compiled.memory_analysis()
     return {"arguments": m.argument_size_in_bytes, "outputs": m.output_size_in_bytes - m.alias_size_in_bytes,
             "temporaries": m.temp_size_in_bytes, "code": m.generated_code_size_in_bytes}

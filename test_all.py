@@ -4,6 +4,7 @@
 
 Eight CPU devices stand for a pod. `--all` runs every combination of what the ordinary run covers in pairs.
 """
+
 import dataclasses
 import itertools
 import json
@@ -18,7 +19,9 @@ from functools import cache, partial
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"  # compile fast, run slow
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
+)  # compile fast, run slow
 import jax  # noqa: E402  before any backend starts:
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -48,14 +51,51 @@ SHAKESPEARE = HERE.parent / "shared" / "data" / "tinyshakespeare.txt"
 
 # Small, odd in every size, and with all that a family has. eps is large because the gradient of some leaves is zero but for
 # rounding (a bias on keys shifts all scores alike), and Adam divides by its size.
-SMALL = dict(vocab=61, seq=16, layers=2, d_model=16, heads=8, kv_heads=8, d_head=4, d_ff=24, batch=32, steps=10, warmup_steps=2,
-             eps=1e-3, learning_rate=1e-3, unroll=False, ici=Axes())
+SMALL = dict(
+    vocab=61,
+    seq=16,
+    layers=2,
+    d_model=16,
+    heads=8,
+    kv_heads=8,
+    d_head=4,
+    d_ff=24,
+    batch=32,
+    steps=10,
+    warmup_steps=2,
+    eps=1e-3,
+    learning_rate=1e-3,
+    unroll=False,
+    ici=Axes(),
+)
 FAMILIES = {
-    "c4": dict(positions="sinusoidal", norm="layernorm", activation="gelu", embed_scale=True, query_scale="learned",
-               ffn_bias=True, softmax_bias=True, attention_cap=5.0, logit_cap=3.0, init="xavier", schedule="exponential",
-               decay="all", rms_cap=0.5, weight_decay=0.1),
-    "gpt3": dict(positions="learned", position_rows=20, norm="layernorm", norm_eps=1e-5, activation="gelu", init="normal",
-                 init_std=0.3, attention_bias=True, ffn_bias=True),
+    "c4": dict(
+        positions="sinusoidal",
+        norm="layernorm",
+        activation="gelu",
+        embed_scale=True,
+        query_scale="learned",
+        ffn_bias=True,
+        softmax_bias=True,
+        attention_cap=5.0,
+        logit_cap=3.0,
+        init="xavier",
+        schedule="exponential",
+        decay="all",
+        rms_cap=0.5,
+        weight_decay=0.1,
+    ),
+    "gpt3": dict(
+        positions="learned",
+        position_rows=20,
+        norm="layernorm",
+        norm_eps=1e-5,
+        activation="gelu",
+        init="normal",
+        init_std=0.3,
+        attention_bias=True,
+        ffn_bias=True,
+    ),
     "llama": dict(kv_heads=4, tied=False),
 }
 
@@ -66,17 +106,22 @@ def family(name, **changes):
 
 def mesh_of(cfg):
     ici, dcn = dataclasses.astuple(cfg.ici), dataclasses.astuple(cfg.dcn)
-    return make_mesh(ici, dcn, jax.devices()[:math.prod(ici) * math.prod(dcn)])
+    return make_mesh(ici, dcn, jax.devices()[: math.prod(ici) * math.prod(dcn)])
 
 
 @cache
 def first_state(cfg, noise):
     """The initial state on one device, with noise on the parameters so that no scale is 1 and no bias 0."""
     table = model.transformer_params(cfg)
+
     def shake(name, p):
         real = jax.random.normal(jax.random.fold_in(jax.random.key(7), len(name)), table[name].size)
-        return p + 0.1 * (real.reshape(p.shape) if name.startswith("layers/") else
-                          jnp.pad(real, [(0, a - b) for a, b in zip(p.shape, real.shape)]))
+        return p + 0.1 * (
+            real.reshape(p.shape)
+            if name.startswith("layers/")
+            else jnp.pad(real, [(0, a - b) for a, b in zip(p.shape, real.shape)])
+        )
+
     state = jax.jit(partial(train.init_state, cfg, table, train.make_optimizer(cfg, table)))()
     return state._replace(params={n: shake(n, p) for n, p in state.params.items()}) if noise else state
 
@@ -86,12 +131,20 @@ def start(cfg, noise=True):
     mesh, table = mesh_of(cfg), model.transformer_params(cfg)
     tx = train.make_optimizer(cfg, table)
     fields = [f.name for f in dataclasses.fields(Config)]
-    matters = [*fields[:fields.index("dropout")], "seed", "rounds", "frozen", "ema_decay"]  # to the first state
+    matters = [*fields[: fields.index("dropout")], "seed", "rounds", "frozen", "ema_decay"]  # to the first state
     state = first_state(Config(**SMALL | {name: getattr(cfg, name) for name in matters}), noise)
     shapes = jax.eval_shape(partial(train.init_state, cfg, table, tx))
+
     def widen(x, to):  # where the vocabulary is padded further; always a copy, which the step may take
         return np.pad(x, [(0, full - real) for full, real in zip(to.shape, x.shape)]) if x.ndim else np.array(x)
-    return mesh, tx, jax.tree.map(jax.device_put, jax.tree.map(widen, state, shapes), train.state_shardings(cfg, mesh, table, tx))
+
+    return (
+        mesh,
+        tx,
+        jax.tree.map(
+            jax.device_put, jax.tree.map(widen, state, shapes), train.places(train.abstract_state(cfg, mesh, table, tx))
+        ),
+    )
 
 
 def packed(cfg, seed):
@@ -105,7 +158,7 @@ def packed(cfg, seed):
             batch["segments"][row, cut:] += 1
             batch["positions"][row, cut:] = np.arange(t - cut)
     batch["weights"][: b // 4] = 0
-    batch["weights"][-1, t // 2:] = 0
+    batch["weights"][-1, t // 2 :] = 0
     return batch
 
 
@@ -142,7 +195,7 @@ def reference_loss(cfg, params, batch):
     """Mean cross-entropy of (B, T) arrays: no mesh, no scan, no padding, heads one by one. Follows the papers, not model.py."""
     p = {n: (x.reshape(-1, *x.shape[2:]) if n.startswith("layers/") else x) for n, x in params.items()}
     B, T = batch["tokens"].shape
-    embedding = p["embed"][:cfg.vocab]
+    embedding = p["embed"][: cfg.vocab]
 
     def norm(x, scale, bias):
         if cfg.norm == "rmsnorm":
@@ -167,8 +220,13 @@ def reference_loss(cfg, params, batch):
     if cfg.positions == "learned":
         x = x + jax.nn.one_hot(batch["positions"], cfg.position_rows) @ p["positions"]
 
-    may_see = jnp.stack([jnp.stack([(batch["segments"][:, i] == batch["segments"][:, j]) & (j <= i) for j in range(T)], -1)
-                         for i in range(T)], -2)
+    may_see = jnp.stack(
+        [
+            jnp.stack([(batch["segments"][:, i] == batch["segments"][:, j]) & (j <= i) for j in range(T)], -1)
+            for i in range(T)
+        ],
+        -2,
+    )
     for i in range(cfg.layers):
         w = {n.removeprefix("layers/"): x[i] for n, x in p.items() if n.startswith("layers/")}
         zero = lambda name: w.get(name, 0.0)
@@ -197,9 +255,9 @@ def reference_loss(cfg, params, batch):
             hidden = 0.5 * up * (1 + jnp.tanh(math.sqrt(2 / math.pi) * (up + 0.044715 * up**3)))
         x = x + hidden @ w["w_down"] + zero("b_down")
     x = norm(x, p["final_norm/scale"], p.get("final_norm/bias", 0.0))
-    logits = x @ (embedding if cfg.tied else p["unembed"][:cfg.vocab]).T
+    logits = x @ (embedding if cfg.tied else p["unembed"][: cfg.vocab]).T
     if cfg.softmax_bias:
-        logits = logits + p["softmax_bias"][:cfg.vocab]
+        logits = logits + p["softmax_bias"][: cfg.vocab]
     if cfg.logit_cap:
         logits = cfg.logit_cap * jnp.tanh(logits / cfg.logit_cap)
     nll = -jnp.take_along_axis(jax.nn.log_softmax(logits), batch["targets"][..., None], -1)[..., 0]
@@ -210,7 +268,11 @@ def reference_loss(cfg, params, batch):
 def update_of(cfg):
     """Optax on one device. (The step on a mesh has a test of its own.)"""
     tx = train.make_optimizer(cfg, model.transformer_params(cfg))
-    return jax.jit(lambda grads, opt, params: (lambda u, opt: (optax.apply_updates(params, u), opt))(*tx.update(grads, opt, params)))
+    return jax.jit(
+        lambda grads, opt, params: (lambda u, opt: (optax.apply_updates(params, u), opt))(
+            *tx.update(grads, opt, params)
+        )
+    )
 
 
 def three_steps(cfg):
@@ -259,7 +321,9 @@ def pairwise(*choices, allowed=lambda *_: True):
 def cover():
     if "--all" in sys.argv or os.environ.get("TEST_ALL"):
         return [(d, f, t, name, accum) for d, f, t in SIZES for name in FAMILIES for accum in (1, 4)]
-    return pairwise((1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8), tuple(FAMILIES), (1, 4), allowed=lambda d, f, t, *_: d * f * t <= 8)
+    return pairwise(
+        (1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8), tuple(FAMILIES), (1, 4), allowed=lambda d, f, t, *_: d * f * t <= 8
+    )
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -301,20 +365,29 @@ def test_the_step_is_gradients_then_optax(name):
 
 def test_initial_parameters_are_bit_equal_on_every_mesh():
     for name, meshes in (("c4", [(2, 2, 2), (1, 8, 1)]), ("llama", [(1, 2, 4)])):
-        one = jax.device_get(jax.jit(partial(model.init_params, model.transformer_params(family(name)), 0),
-                                     compiler_options={"xla_backend_optimization_level": 3})())
+        one = jax.device_get(
+            jax.jit(
+                partial(model.init_params, model.transformer_params(family(name)), 0),
+                compiler_options={"xla_backend_optimization_level": 3},
+            )()
+        )
         for rounds, (d, f, t) in enumerate(meshes):
             cfg = family(name, rounds=1 + rounds % 2, ici=Axes(data=d, fsdp=f, tensor=t))
             table = model.transformer_params(cfg)
-            init = jax.jit(partial(model.init_params, table, cfg.seed), out_shardings=model.shardings(mesh_of(cfg), table),
-                           compiler_options={"xla_backend_optimization_level": 3})  # as outside these tests: fused and vectorized
+            init = jax.jit(
+                partial(model.init_params, table, cfg.seed),
+                out_shardings=model.shardings(mesh_of(cfg), table),
+                compiler_options={"xla_backend_optimization_level": 3},
+            )  # as outside these tests: fused and vectorized
             for leaf, p in jax.device_get(init()).items():
                 assert np.array_equal(one[leaf].ravel(), p.ravel()), leaf
 
 
 def losses_and_gradients(cfg, batch, step=0):
     mesh, _, state = start(cfg)
-    grads, metrics = jax.jit(train.make_gradients(cfg, mesh, model.transformer))(state.params, put(cfg, mesh, batch), step)
+    grads, metrics = jax.jit(train.make_gradients(cfg, mesh, model.transformer))(
+        state.params, put(cfg, mesh, batch), step
+    )
     return jax.device_get({"loss": metrics["loss"][0] / metrics["loss"][1], **{n: g.ravel() for n, g in grads.items()}})
 
 
@@ -326,18 +399,32 @@ def same(a, b):
 
 def test_remat_rounds_and_unroll_change_nothing():
     plain = losses_and_gradients(family("llama"), packed(family("llama"), 0))
-    for change in ({"remat": "nothing"}, {"remat": "mlperf_200b"}, {"remat": "dots"}, {"rounds": 2, "unroll": True, "remat": "context"}):
+    for change in (
+        {"remat": "nothing"},
+        {"remat": "mlperf_200b"},
+        {"remat": "dots"},
+        {"rounds": 2, "unroll": True, "remat": "context"},
+    ):
         same(plain, losses_and_gradients(family("llama", **change), packed(family("llama"), 0)))
 
 
 def test_remat_recomputes_what_its_name_says():
     """Matmuls in the gradient, from none kept to all kept; a policy of named tensors lies between."""
+
     def dots(policy):
         cfg = family("llama", remat=policy, layers=1, unroll=True)
         mesh, _, state = start(cfg)
-        text = str(jax.make_jaxpr(train.make_gradients(cfg, mesh, model.transformer))(state.params, put(cfg, mesh, packed(cfg, 0)), 0))
+        text = str(
+            jax.make_jaxpr(train.make_gradients(cfg, mesh, model.transformer))(
+                state.params, put(cfg, mesh, packed(cfg, 0)), 0
+            )
+        )
         return text.count("dot_general")
-    count = {p: dots(p) for p in ("nothing", "context_and_out_proj", "mlperf_200b", "dots_except_logits", "dots", "everything")}
+
+    count = {
+        p: dots(p)
+        for p in ("nothing", "context_and_out_proj", "mlperf_200b", "dots_except_logits", "dots", "everything")
+    }
     assert count["nothing"] > count["context_and_out_proj"] > count["mlperf_200b"] > count["dots_except_logits"]
     assert count["dots_except_logits"] >= count["dots"] == count["everything"], count
 
@@ -369,7 +456,9 @@ def test_gradient_of_a_replicated_scalar_inside_shard_map():
     for check in (True, False):
         assert run(ours, check).tolist() == [1260, 840]
     unmarked = lambda w, x: jax.lax.psum(jax.grad(loss)(w, x), "data")
-    assert float(run(unmarked, False)) == 840 and float(run(unmarked, True)) == 3360  # the check sums w's gradient itself
+    assert (
+        float(run(unmarked, False)) == 840 and float(run(unmarked, True)) == 3360
+    )  # the check sums w's gradient itself
     inside = lambda w, x: jax.grad(lambda w: jax.lax.psum(loss(w, x), "data"))(w)
     assert float(run(inside, True)) == 840
     with pytest.raises(Exception, match="data"):
@@ -382,7 +471,9 @@ def test_gradient_of_a_replicated_scalar_inside_shard_map():
 def collectives(text):
     """{kind: arrays moved} of compiled HLO, of groups of more than one device."""
     out = dict.fromkeys(("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"), 0)
-    for shapes, kind, rest in re.findall(r"^\s*(?:ROOT )?\S+ = (.*?) (%s)(?:-start)?\((.*)$" % "|".join(out), text, re.M):
+    for shapes, kind, rest in re.findall(
+        r"^\s*(?:ROOT )?\S+ = (.*?) (%s)(?:-start)?\((.*)$" % "|".join(out), text, re.M
+    ):
         if not re.search(r"replica_groups=\{(\{\d+\},?)+\}", rest):
             out[kind] += shapes.count("[")
     return {kind: n for kind, n in out.items() if n}
@@ -414,8 +505,11 @@ def test_fsdp_gathers_and_scatters_each_sharded_leaf_once():
         cfg = family(name, ici=Axes(fsdp=2))
         table = model.transformer_params(cfg)
         sharded = sum("fsdp" in p.spec for p in table.values())
-        assert collectives(compiled(cfg)) == {"all-gather": sharded, "reduce-scatter": sharded,
-                                              "all-reduce": len(table) - sharded + METRICS}
+        assert collectives(compiled(cfg)) == {
+            "all-gather": sharded,
+            "reduce-scatter": sharded,
+            "all-reduce": len(table) - sharded + METRICS,
+        }
         again = sum("fsdp" in p.spec for n, p in table.items() if n.startswith("layers/"))  # for the recomputed layer
         assert collectives(compiled(dataclasses.replace(cfg, remat="nothing")))["all-gather"] == sharded + again
 
@@ -426,17 +520,26 @@ def test_tensor_parallelism_gathers_and_scatters_the_stream():
     for name in FAMILIES:
         cfg = family(name, ici=Axes(tensor=2))
         shared = sum("tensor" not in p.spec for p in model.transformer_params(cfg).values())
-        assert collectives(compiled(cfg)) == {"all-gather": 4 + 3 + 4, "reduce-scatter": 4 + 3, "all-reduce": shared + METRICS + 2}
+        assert collectives(compiled(cfg)) == {
+            "all-gather": 4 + 3 + 4,
+            "reduce-scatter": 4 + 3,
+            "all-reduce": shared + METRICS + 2,
+        }
 
 
 def test_the_optimizer_adds_scalar_or_per_layer_sums_only():
     for name in ("c4", "llama"):
         cfg = family(name, ici=Axes(data=2, fsdp=2, tensor=2), rms_cap=0.5)
         gradients, step = collectives(compiled(cfg)), collectives(compiled(cfg, step=True))
-        assert {k: v for k, v in step.items() if k != "all-reduce"} == {k: v for k, v in gradients.items() if k != "all-reduce"}
+        assert {k: v for k, v in step.items() if k != "all-reduce"} == {
+            k: v for k, v in gradients.items() if k != "all-reduce"
+        }
         shapes = lambda text: re.findall(r"^\s*(?:ROOT )?\S+ = (.*?) all-reduce(?:-start)?\(", text, re.M)
-        sizes = lambda text: sorted(math.prod(int(n) for n in dims.split(",") if n) for line in shapes(text)
-                                    for dims in re.findall(r"\w\d+\[([\d,]*)\]", line))
+        sizes = lambda text: sorted(
+            math.prod(int(n) for n in dims.split(",") if n)
+            for line in shapes(text)
+            for dims in re.findall(r"\w\d+\[([\d,]*)\]", line)
+        )
         extra = sizes(compiled(cfg, step=True))
         for size in sizes(compiled(cfg)):
             extra.remove(size)
@@ -449,11 +552,13 @@ def test_the_optimizer_adds_scalar_or_per_layer_sums_only():
 def stub(cfg):
     """A Task of one parameter w, a vector of 2 that starts at 1: a token's loss is w . (value of the token, 0), or with
     segment 2, w . (0, value); `positions` hold the values in hundredths."""
+
     def loss(cfg, params, batch, step=None):
         value = batch["positions"] / 100
         each = jnp.where(batch["segments"] == 2, params["w"][1], params["w"][0]) * value
         nll = jnp.sum(each * batch["weights"])
         return nll, {"loss": (nll, batch["weights"].sum()), "accuracy": (0 * nll, batch["weights"].sum())}
+
     table = lambda cfg: {"w": model.Param((2,), P(None), model.constant(1.0), True, (2,))}
     return model.Task(table, model.transformer_batch, loss, None, lambda cfg: 0)
 
@@ -474,7 +579,7 @@ def stub_run(batch, taken=1, **changes):
     cfg = Config(**SMALL | dict(batch=b, seq=t, clip=0.0, weight_decay=0.0) | changes)
     mesh, task = mesh_of(cfg), stub(cfg)
     tx = train.make_optimizer(cfg, task.params(cfg))
-    places = train.state_shardings(cfg, mesh, task.params(cfg), tx)
+    places = train.places(train.abstract_state(cfg, mesh, task.params(cfg), tx))
     state = jax.jit(partial(train.init_state, cfg, task.params(cfg), tx), out_shardings=places)()
     step, reports = train.make_step(cfg, mesh, task, tx), []
     for _ in range(taken):
@@ -554,7 +659,7 @@ def test_a_step_that_is_not_finite_moves_only_the_step():
         cfg = Config(**SMALL | dict(batch=8, seq=2, ema_decay=0.9, max_bad_steps=2, ici=axes))
         mesh, task = mesh_of(cfg), stub(cfg)
         tx = train.make_optimizer(cfg, task.params(cfg))
-        places = train.state_shardings(cfg, mesh, task.params(cfg), tx)
+        places = train.places(train.abstract_state(cfg, mesh, task.params(cfg), tx))
         state = jax.jit(partial(train.init_state, cfg, task.params(cfg), tx), out_shardings=places)()
         step, poisoned = train.make_step(cfg, mesh, task, tx), {**batch, "weights": batch["weights"].copy()}
         poisoned["weights"][3, 1] = bad
@@ -580,10 +685,14 @@ def test_a_step_that_is_not_finite_moves_only_the_step():
 
 def masks(cfg, step=0, layer=0, site=1):
     """What dropout does to ones, gathered to (B, T, D)."""
+
     def device(rows):
         ones = jnp.ones((len(rows), cfg.seq // cfg.axis("tensor"), 6))
         return model.dropout(cfg, ones, {"rows": rows}, step, layer, site)
-    f = jax.shard_map(device, mesh=mesh_of(cfg), in_specs=P(mesh_module.BATCH), out_specs=P(mesh_module.BATCH, mesh_module.SEQUENCE))
+
+    f = jax.shard_map(
+        device, mesh=mesh_of(cfg), in_specs=P(mesh_module.BATCH), out_specs=P(mesh_module.BATCH, mesh_module.SEQUENCE)
+    )
     return np.asarray(jax.jit(f)(jnp.arange(cfg.batch)))
 
 
@@ -618,8 +727,24 @@ def test_what_is_decayed():
         _, tx, state = start(cfg)
         updates, _ = tx.update(jax.tree.map(jnp.zeros_like, state.params), state.opt, state.params)
         for leaf, p in table.items():
-            vector = leaf.split("/")[-1] in ("scale", "bias", "bq", "bk", "bv", "bo", "b_up", "b_down", "query_scale", "softmax_bias")
-            close(updates[leaf], -0.01 * state.params[leaf] if everything or not vector else 0 * state.params[leaf], leaf, 1e-7)
+            vector = leaf.split("/")[-1] in (
+                "scale",
+                "bias",
+                "bq",
+                "bk",
+                "bv",
+                "bo",
+                "b_up",
+                "b_down",
+                "query_scale",
+                "softmax_bias",
+            )
+            close(
+                updates[leaf],
+                -0.01 * state.params[leaf] if everything or not vector else 0 * state.params[leaf],
+                leaf,
+                1e-7,
+            )
 
 
 def test_adam_with_capped_updates_is_pax():
@@ -631,7 +756,10 @@ def test_adam_with_capped_updates_is_pax():
     m = v = dict.fromkeys(table, 0.0)
     params, opt = jax.device_get(state.params), state.opt
     for t in range(1, 4):
-        grads = {n: np.where(params[n] == 0, 0, rng.normal(size=p.shape) * rng.gamma(0.3)).astype(np.float32) for n, p in table.items()}
+        grads = {
+            n: np.where(params[n] == 0, 0, rng.normal(size=p.shape) * rng.gamma(0.3)).astype(np.float32)
+            for n, p in table.items()
+        }
         updates, opt = tx.update(jax.tree.map(jnp.asarray, grads), opt, jax.tree.map(jnp.asarray, params))
         m = {n: 0.9 * m[n] + 0.1 * g for n, g in grads.items()}
         v = {n: 0.99 * v[n] + 0.01 * g**2 for n, g in grads.items()}
@@ -654,26 +782,58 @@ def test_schedules_begin_rise_and_end_where_they_should(schedule):
     assert rates.count(max(rates)) == (5 if schedule == "wsd" else 1) and max(rates) == rates[3]
     close(rates[9], 1e-4, tolerance=1e-9)  # the last is the end, not past it
     assert all(a > b for a, b in zip(rates[7:], rates[8:]))
-    for edge in (dict(warmup_steps=0), dict(steps=1), dict(warmup_steps=10), dict(warmup_steps=20), dict(decay_start=9), dict(min_ratio=1.0)):
-        rate = train.make_schedule(Config(**dict(schedule=schedule, warmup_steps=4, steps=10, learning_rate=1e-3) | edge))
+    for edge in (
+        dict(warmup_steps=0),
+        dict(steps=1),
+        dict(warmup_steps=10),
+        dict(warmup_steps=20),
+        dict(decay_start=9),
+        dict(min_ratio=1.0),
+    ):
+        rate = train.make_schedule(
+            Config(**dict(schedule=schedule, warmup_steps=4, steps=10, learning_rate=1e-3) | edge)
+        )
         assert all(0 < float(rate(i)) < 1.001e-3 for i in range(10)), edge
 
 
 def test_the_documented_rates_are_the_applied_ones():
-    rows = re.findall(r"^\| (cosine|exponential|wsd|constant)(?:, `schedule_start=(\d)`)? \|((?: [\d.]+ \|){10})$", (HERE / "docs/schedules.md").read_text(), re.M)
+    rows = re.findall(
+        r"^\| (cosine|exponential|wsd|constant)(?:, `schedule_start=(\d)`)? \|((?: [\d.]+ \|){10})$",
+        (HERE / "docs/schedules.md").read_text(),
+        re.M,
+    )
     assert [row[0] for row in rows] == ["cosine", "exponential", "wsd", "constant", "cosine"]
     for schedule, begin, rates in rows:
-        cfg = Config(schedule=schedule, warmup_steps=4, steps=10, learning_rate=1.0, min_ratio=0.1, schedule_start=int(begin or 1))
-        close([float(r) for r in rates.split("|")[:-1]], [train.make_schedule(cfg)(i) for i in range(10)], tolerance=6e-4)
+        cfg = Config(
+            schedule=schedule,
+            warmup_steps=4,
+            steps=10,
+            learning_rate=1.0,
+            min_ratio=0.1,
+            schedule_start=int(begin or 1),
+        )
+        close(
+            [float(r) for r in rates.split("|")[:-1]], [train.make_schedule(cfg)(i) for i in range(10)], tolerance=6e-4
+        )
 
 
 def test_pax_schedules():
     """LinearRampupExponentialDecay and its cosine: rate 0 first, 1 from warm-up to decay_start, min_ratio from decay_end on."""
     for schedule, middle in (("exponential", 0.1**0.5), ("cosine", 0.55)):
-        cfg = Config(schedule=schedule, warmup_steps=4000, decay_start=5000, decay_end=300_000, schedule_start=0, learning_rate=2.0)
+        cfg = Config(
+            schedule=schedule,
+            warmup_steps=4000,
+            decay_start=5000,
+            decay_end=300_000,
+            schedule_start=0,
+            learning_rate=2.0,
+        )
         rate = train.make_schedule(cfg)
-        close([rate(i) for i in (0, 1000, 4000, 4500, 5000, 152_500, 300_000, 10_000_000)],
-              [0, 0.5, 2, 2, 2, 2 * middle, 0.2, 0.2], tolerance=1e-6)
+        close(
+            [rate(i) for i in (0, 1000, 4000, 4500, 5000, 152_500, 300_000, 10_000_000)],
+            [0, 0.5, 2, 2, 2, 2 * middle, 0.2, 0.2],
+            tolerance=1e-6,
+        )
 
 
 def test_applied_rates_are_the_schedule():
@@ -692,7 +852,7 @@ def test_frozen_parameters_stay_and_have_no_moments():
     mesh = mesh_of(cfg)
     table = model.transformer_params(cfg)
     tx = train.make_optimizer(cfg, table)
-    places = train.state_shardings(cfg, mesh, table, tx)
+    places = train.places(train.abstract_state(cfg, mesh, table, tx))
     state = jax.jit(partial(train.init_state, cfg, table, tx), out_shardings=places)()
     moments = {path[-1].key for path, x in jax.tree_util.tree_leaves_with_path(state.opt) if x.ndim}
     assert moments == set(table) - {"embed", "layers/w_up"}
@@ -746,12 +906,20 @@ def test_cross_entropy_is_float32_under_bfloat16_compute():
         cfg = family("llama", dtype="bfloat16", tied=True)
         rng = np.random.default_rng(size)
         y = jnp.asarray(rng.normal(size=(2, 16, 16)), jnp.bfloat16)
-        rows = jnp.zeros((128, 16), jnp.bfloat16).at[:61].set(jnp.asarray(size / 4 * rng.normal(size=(61, 16)), jnp.bfloat16))
+        rows = (
+            jnp.zeros((128, 16), jnp.bfloat16)
+            .at[:61]
+            .set(jnp.asarray(size / 4 * rng.normal(size=(61, 16)), jnp.bfloat16))
+        )
         targets = rng.integers(0, 61, (2, 16))
 
         def loss(rows, y):
-            logits = jax.shard_map(lambda r, y: model.unembed(cfg, {"embed": r}, y), mesh=mesh_of(cfg), in_specs=(P("tensor"), P()),
-                                   out_specs=P(None, None, "tensor"))(rows, y)
+            logits = jax.shard_map(
+                lambda r, y: model.unembed(cfg, {"embed": r}, y),
+                mesh=mesh_of(cfg),
+                in_specs=(P("tensor"), P()),
+                out_specs=P(None, None, "tensor"),
+            )(rows, y)
             assert logits.dtype == jnp.float32
             nll = jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
             return nll.mean()
@@ -770,7 +938,11 @@ def test_cross_entropy_is_float32_under_bfloat16_compute():
 def test_the_logits_matmul_of_the_step_gives_float32():
     cfg = family("llama", dtype="bfloat16")
     mesh, _, state = start(cfg)
-    text = str(jax.make_jaxpr(train.make_gradients(cfg, mesh, model.transformer))(state.params, put(cfg, mesh, packed(cfg, 0)), 0))
+    text = str(
+        jax.make_jaxpr(train.make_gradients(cfg, mesh, model.transformer))(
+            state.params, put(cfg, mesh, packed(cfg, 0)), 0
+        )
+    )
     assert re.search(r"f32\[32,16,128\]\S* = dot_general", text)
     assert not re.search(r"bf16\[32,16,128\]\S* = dot_general", text)
 
@@ -784,17 +956,29 @@ def test_position_phases_are_float32():
     close(cos[:, :, 0], np.cos(angle), tolerance=2e-3)  # float32 holds 16383 radians to 1e-3
     close(sin[:, :, 0], np.sin(angle), tolerance=2e-3)
     angle = positions[..., None] * np.exp(-np.arange(64) * math.log(10_000) / 63)
-    close(model.sinusoids(jnp.asarray(positions), 128), np.concatenate([np.sin(angle), np.cos(angle)], -1), tolerance=2e-3)
+    close(
+        model.sinusoids(jnp.asarray(positions), 128), np.concatenate([np.sin(angle), np.cos(angle)], -1), tolerance=2e-3
+    )
 
 
 def test_bfloat16_gradients_are_reduced_in_float32():
     """What each of two FSDP devices has is added in float32; in bfloat16 1 + 2^-8 would be 1."""
     mesh = mesh_of(Config(ici=Axes(fsdp=2)))
+
     def device(w, x, dtype):
         w, x = local((w, x), (P("fsdp"), P("fsdp")))
-        return jax.grad(lambda w: jnp.sum(mesh_module.unshard(w, P("fsdp"), "bfloat16", dtype).astype("float32") * x))(w)
+        return jax.grad(lambda w: jnp.sum(mesh_module.unshard(w, P("fsdp"), "bfloat16", dtype).astype("float32") * x))(
+            w
+        )
+
     for dtype, expected in (("float32", 1 + 2.0**-8), ("bfloat16", 1)):
-        f = jax.shard_map(partial(device, dtype=dtype), mesh=mesh, in_specs=(P("fsdp"), P("fsdp")), out_specs=P("fsdp"), check_vma=False)
+        f = jax.shard_map(
+            partial(device, dtype=dtype),
+            mesh=mesh,
+            in_specs=(P("fsdp"), P("fsdp")),
+            out_specs=P("fsdp"),
+            check_vma=False,
+        )
         grads = jax.jit(f)(jnp.ones(4), jnp.array([1, 1, 1, 1, 2.0**-8, 2.0**-8, 2.0**-8, 2.0**-8]))
         assert grads.tolist() == [expected] * 4
 
@@ -808,22 +992,33 @@ def test_padding_of_the_vocabulary_takes_no_part():
     for tensor in (1, 2, 4):
         cfg = family("llama", **base, ici=Axes(tensor=tensor))
         mesh, tx, state = start(cfg, noise=False)
-        params = dict(state.params, softmax_bias=state.params["softmax_bias"].at[:5].set(-1), unembed=0 * state.params["unembed"])
-        state = jax.tree.map(jax.device_put, state._replace(params=params), train.state_shardings(cfg, mesh, model.transformer_params(cfg), tx))
+        params = dict(
+            state.params, softmax_bias=state.params["softmax_bias"].at[:5].set(-1), unembed=0 * state.params["unembed"]
+        )
+        state = jax.tree.map(
+            jax.device_put,
+            state._replace(params=params),
+            train.places(train.abstract_state(cfg, mesh, model.transformer_params(cfg), tx)),
+        )
         batch = packed(cfg, 0)
         state, report = train.make_step(cfg, mesh, model.transformer, tx)(state, put(cfg, mesh, batch))
         close(report["loss"][0] / report["loss"][1], math.log(5))
         # all logits alike: the first id is the answer, right where the target is 0
         close(report["accuracy"][0], (batch["weights"] * (batch["targets"] == 0)).sum(), tolerance=1e-4)
         for leaf in ("embed", "unembed", "softmax_bias"):
-            assert not np.asarray(state.opt[1].mu[leaf])[5:].any() and not np.asarray(state.params[leaf])[5:].any(), leaf
+            assert not np.asarray(state.opt[1].mu[leaf])[5:].any() and not np.asarray(state.params[leaf])[5:].any(), (
+                leaf
+            )
     ids = train.make_sampler(cfg, mesh, model.transformer)(state.params, jnp.array([1, 2]), jax.random.key(0))
     assert max(ids) < 5 and len(ids) == 2 + cfg.sample_tokens
 
 
 def test_a_tensor_axis_of_three_pads_further():
     cfg = dict(seq=18, d_model=18, heads=6, kv_heads=3, d_ff=24, rms_cap=0.5)
-    one, three = (losses_and_gradients(family("llama", **cfg, ici=Axes(tensor=t)), packed(family("llama", **cfg), 0)) for t in (1, 3))
+    one, three = (
+        losses_and_gradients(family("llama", **cfg, ici=Axes(tensor=t)), packed(family("llama", **cfg), 0))
+        for t in (1, 3)
+    )
     for leaf in one:  # 128 rows and 384
         n = min(one[leaf].size, three[leaf].size)
         close(one[leaf].ravel()[:n], three[leaf].ravel()[:n], leaf)
@@ -832,7 +1027,12 @@ def test_a_tensor_axis_of_three_pads_further():
 
 def test_fewer_kv_heads_than_tensor_devices():
     plain = losses_and_gradients(family("llama", kv_heads=2, attention_bias=True), packed(family("llama"), 0))
-    same(plain, losses_and_gradients(family("llama", kv_heads=2, attention_bias=True, ici=Axes(tensor=4, fsdp=2)), packed(family("llama"), 0)))
+    same(
+        plain,
+        losses_and_gradients(
+            family("llama", kv_heads=2, attention_bias=True, ici=Axes(tensor=4, fsdp=2)), packed(family("llama"), 0)
+        ),
+    )
 
 
 # ---- evaluation and sampling ---------------------------------------------------------------------------------------
@@ -844,15 +1044,26 @@ def test_evaluation_is_the_same_for_any_batch_and_mesh():
     for changes in (dict(batch=4), dict(batch=32), dict(batch=16, accum=2, ici=Axes(data=2, fsdp=2, tensor=2))):
         cfg = family("gpt3", **changes)
         mesh = mesh_of(cfg)
-        params = jax.tree.map(jax.device_put, first_state(family("gpt3"), True).params, model.shardings(mesh, model.transformer_params(cfg)))
-        results.append(train.evaluate(cfg, train.make_eval(cfg, mesh, model.transformer), params, mesh, model.transformer, tokens))
+        params = jax.tree.map(
+            jax.device_put,
+            first_state(family("gpt3"), True).params,
+            model.shardings(mesh, model.transformer_params(cfg)),
+        )
+        results.append(
+            train.evaluate(cfg, train.make_eval(cfg, mesh, model.transformer), params, mesh, model.transformer, tokens)
+        )
     cfg = family("gpt3")
     nll = 0.0
     for i in range(0, 402, 16):  # by the reference, window by window
-        window = tokens[i:i + 17].astype(np.int32)[None]
+        window = tokens[i : i + 17].astype(np.int32)[None]
         n = window.shape[1] - 1
-        batch = {"tokens": window[:, :-1], "targets": window[:, 1:], "weights": np.ones((1, n)), "segments": np.ones((1, n), np.int32),
-                 "positions": np.arange(n)[None]}
+        batch = {
+            "tokens": window[:, :-1],
+            "targets": window[:, 1:],
+            "weights": np.ones((1, n)),
+            "segments": np.ones((1, n), np.int32),
+            "positions": np.arange(n)[None],
+        }
         nll += n * float(reference_loss(cfg, jax.device_get(first_state(cfg, True).params), batch))
     assert [r["num_predictions"] for r in results] == [402] * 3
     for r in results:
@@ -867,7 +1078,9 @@ def test_sampling_follows_the_model_on_any_mesh():
         for temperature in (0.0, 1.0):
             cfg = family("llama", ici=axes, temperature=temperature, sample_tokens=16)
             mesh, _, state = start(cfg)
-            ids = train.make_sampler(cfg, mesh, model.transformer)(state.params, jnp.array([3, 1, 4]), jax.random.key(0))
+            ids = train.make_sampler(cfg, mesh, model.transformer)(
+                state.params, jnp.array([3, 1, 4]), jax.random.key(0)
+            )
             out.append(ids.tolist())
     assert out[0] == out[2] and out[1] == out[3] and out[0] != out[1]
     cfg, params = family("llama"), jax.device_get(first_state(family("llama"), True).params)
@@ -876,12 +1089,17 @@ def test_sampling_follows_the_model_on_any_mesh():
     @jax.jit
     def losses(window, n):  # of each id as the target after the first n tokens
         ones = jnp.ones(cfg.seq, jnp.int32)
-        batch = {"tokens": window, "segments": ones, "weights": 1.0 * (jnp.arange(cfg.seq) == n - 1), "positions": jnp.arange(cfg.seq)}
+        batch = {
+            "tokens": window,
+            "segments": ones,
+            "weights": 1.0 * (jnp.arange(cfg.seq) == n - 1),
+            "positions": jnp.arange(cfg.seq),
+        }
         one = lambda i: reference_loss(cfg, params, {k: v[None] for k, v in (batch | {"targets": i * ones}).items()})
         return jax.lax.map(one, jnp.arange(61))
 
     for _ in range(16):  # by the reference: the likeliest next token is the target of least loss
-        window = np.array(tokens[-cfg.seq:])
+        window = np.array(tokens[-cfg.seq :])
         tokens.append(int(losses(np.pad(window, (0, cfg.seq - len(window))), len(window)).argmin()))
     assert tokens == out[0]
 
@@ -893,22 +1111,36 @@ def test_parameter_counts_are_the_published_ones():
     counts = {name: model.count(model.transformer_params(make())) for name, make in configs.CONFIGS.items()}
     assert counts["c4_1b"] == 1_104_619_904
     llama = dict(vocab=32_000, seq=4096, tied=False, d_head=128)
-    for size, want in ((dict(layers=32, d_model=4096, heads=32, kv_heads=32, d_ff=11_008), 6_738_415_616),
-                       (dict(layers=80, d_model=8192, heads=64, kv_heads=8, d_ff=28_672), 68_976_648_192)):
+    for size, want in (
+        (dict(layers=32, d_model=4096, heads=32, kv_heads=32, d_ff=11_008), 6_738_415_616),
+        (dict(layers=80, d_model=8192, heads=64, kv_heads=8, d_ff=28_672), 68_976_648_192),
+    ):
         assert model.count(model.transformer_params(Config(**llama | size))) == want
-    gpt3 = dict(vocab=50_257, seq=2048, positions="learned", norm="layernorm", activation="gelu", attention_bias=True, ffn_bias=True)
+    gpt3 = dict(
+        vocab=50_257,
+        seq=2048,
+        positions="learned",
+        norm="layernorm",
+        activation="gelu",
+        attention_bias=True,
+        ffn_bias=True,
+    )
     size = dict(layers=96, d_model=12_288, heads=96, kv_heads=96, d_head=128, d_ff=49_152)
     assert model.count(model.transformer_params(Config(**gpt3 | size))) == 174_780_420_096
 
 
 def test_training_flops_count_half_of_the_attention():
     """llama2-7b at 8192 tokens, 4 sequences: 1510.11 TFLOP, of which attention is 211.11."""
-    cfg = Config(vocab=32_000, seq=8192, layers=32, d_model=4096, heads=32, kv_heads=32, d_head=128, d_ff=11_008, tied=False)
+    cfg = Config(
+        vocab=32_000, seq=8192, layers=32, d_model=4096, heads=32, kv_heads=32, d_head=128, d_ff=11_008, tied=False
+    )
     close(model.transformer_flops(cfg) * 4 * 8192 / 1e12, 1510.11, tolerance=0.01)
 
 
 def test_every_field_is_read_outside_configs():
-    source = "".join((HERE / f"{name}.py").read_text() for name in ("mesh", "model", "data", "checkpoint", "pgle", "train"))
+    source = "".join(
+        (HERE / f"{name}.py").read_text() for name in ("mesh", "model", "data", "checkpoint", "pgle", "train")
+    )
     for field in dataclasses.fields(Config):
         assert re.search(rf"\bcfg\.{field.name}\b", source), field.name
 
@@ -921,49 +1153,146 @@ def test_flipping_a_field_changes_what_is_computed():
     def views(cfg):  # the cheap ones first
         mesh, table = mesh_of(cfg), model.transformer_params(cfg)
         tx = train.make_optimizer(cfg, table)
-        batch = jax.eval_shape(lambda: data.as_batch(jnp.zeros((cfg.batch, cfg.seq + 1)), jnp.ones((cfg.batch, cfg.seq)), cfg.accum))
+        batch = jax.eval_shape(partial(data.blank, cfg))
         yield model.transformer_flops(cfg), [p[:2] for p in table.values()], batch
         yield data.rows(cfg, tokens, 0).tolist()
         init = partial(train.init_state, cfg, table, tx)
         yield jax.eval_shape(init)
         state = jax.eval_shape(init)
-        yield re.sub("0x[0-9a-f]+", "", str(jax.make_jaxpr(train.make_step(cfg, mesh, model.transformer, tx))(state, batch)))
+        yield re.sub(
+            "0x[0-9a-f]+", "", str(jax.make_jaxpr(train.make_step(cfg, mesh, model.transformer, tx))(state, batch))
+        )
         yield str(jax.make_jaxpr(init)())
-        yield str(jax.make_jaxpr(train.make_sampler(cfg, mesh, model.transformer))(state.params, jnp.zeros(3, jnp.int32), jax.random.key(0)))
+        yield str(
+            jax.make_jaxpr(train.make_sampler(cfg, mesh, model.transformer))(
+                state.params, jnp.zeros(3, jnp.int32), jax.random.key(0)
+            )
+        )
 
     def differ(cfg, other):
         return any(a != b for a, b in zip(views(cfg), views(other)))
 
     base = family("llama", ici=Axes(fsdp=2))
-    flips = dict(vocab=59, seq=8, layers=4, d_model=32, heads=4, kv_heads=2, d_head=6, d_ff=32, positions="sinusoidal", rope_theta=500.0,
-                 norm="layernorm", norm_eps=1e-3, activation="gelu", tied=True, embed_scale=True, query_scale="learned",
-                 attention_bias=True, ffn_bias=True, softmax_bias=True, attention_cap=5.0, logit_cap=3.0, init="xavier", dropout=0.1,
-                 dtype="bfloat16", remat="dots", unroll=True, rounds=2, ici=Axes(tensor=2), dcn=Axes(data=2), batch=16, accum=2, steps=11,
-                 learning_rate=0.5, schedule="wsd", warmup_steps=3, decay_start=4, decay_end=20, min_ratio=0.3, schedule_start=0, beta1=0.5,
-                 beta2=0.5, eps=1e-5, eps_root=1e-4, rms_cap=0.5, weight_decay=0.3, decay="all", clip=0.5, frozen="embed", ema_decay=0.5,
-                 max_bad_steps=3, seed=1, temperature=0.3, sample_tokens=3)
+    flips = dict(
+        vocab=59,
+        seq=8,
+        layers=4,
+        d_model=32,
+        heads=4,
+        kv_heads=2,
+        d_head=6,
+        d_ff=32,
+        positions="sinusoidal",
+        rope_theta=500.0,
+        norm="layernorm",
+        norm_eps=1e-3,
+        activation="gelu",
+        tied=True,
+        embed_scale=True,
+        query_scale="learned",
+        attention_bias=True,
+        ffn_bias=True,
+        softmax_bias=True,
+        attention_cap=5.0,
+        logit_cap=3.0,
+        init="xavier",
+        dropout=0.1,
+        dtype="bfloat16",
+        remat="dots",
+        unroll=True,
+        rounds=2,
+        ici=Axes(tensor=2),
+        dcn=Axes(data=2),
+        batch=16,
+        accum=2,
+        steps=11,
+        learning_rate=0.5,
+        schedule="wsd",
+        warmup_steps=3,
+        decay_start=4,
+        decay_end=20,
+        min_ratio=0.3,
+        schedule_start=0,
+        beta1=0.5,
+        beta2=0.5,
+        eps=1e-5,
+        eps_root=1e-4,
+        rms_cap=0.5,
+        weight_decay=0.3,
+        decay="all",
+        clip=0.5,
+        frozen="embed",
+        ema_decay=0.5,
+        max_bad_steps=3,
+        seed=1,
+        temperature=0.3,
+        sample_tokens=3,
+    )
     assert not differ(base, family("llama", ici=Axes(fsdp=2)))
     for name, value in flips.items():
         assert differ(base, dataclasses.replace(base, **{name: value})), name
-    for name, value, on in (("init_std", 0.5, dict(init="normal")), ("position_rows", 30, dict(positions="learned")),
-                            ("reduce_dtype", "bfloat16", dict(dtype="bfloat16"))):
+    for name, value, on in (
+        ("init_std", 0.5, dict(init="normal")),
+        ("position_rows", 30, dict(positions="learned")),
+        ("reduce_dtype", "bfloat16", dict(dtype="bfloat16")),
+    ):
         base_on = dataclasses.replace(base, **on)
         assert differ(base_on, dataclasses.replace(base_on, **{name: value})), name
-    told = {"topology", "data", "tokenizer", "eval_ema", "log_every", "eval_every", "checkpoint_every"}  # tested by what a run leaves
-    assert {f.name for f in dataclasses.fields(Config)} == set(flips) | {"init_std", "position_rows", "reduce_dtype"} | told
+    told = {
+        "topology",
+        "data",
+        "tokenizer",
+        "eval_ema",
+        "log_every",
+        "eval_every",
+        "checkpoint_every",
+    }  # tested by what a run leaves
+    assert {f.name for f in dataclasses.fields(Config)} == set(flips) | {
+        "init_std",
+        "position_rows",
+        "reduce_dtype",
+    } | told
 
 
 BAD = [  # words, and what the one line must name
-    ("--stepz=5", "--stepz=5.*steps=5"), ("stepz=5", "stepz.*steps"), ("--steps=5", "--steps=5.*steps=5.*no dashes"),
-    ("-- steps=5", "'--'.*steps=5"), ("--config=c4_1B", "c4_1B.*c4_1b"), ("--mode=trian", "trian.*train"), ("--lr=abc", "--lr=abc.*learning_rate"),
-    ("lr=3", "lr.*learning_rate"), ("steps=1e3", "steps=1e3.*whole number"), ("batch=0", "batch=0"), ("steps=-5", "steps=-5"), ("layers", "layers=value"),
-    ("learning_rate=fast", "learning_rate=fast.*number"), ("learning_rate=nan", "learning_rate=nan"), ("tied=yes", "tied=yes.*true or false"),
-    ("ici.fdsp=2", "ici.fdsp.*ici.fsdp"), ("ici=4", "ici"), ("ici.fsdp=0", "fsdp=0"), ("ici.fsdp=-1 ici.data=-1", "data and fsdp"),
-    ("norm=rms", "norm=rms.*rmsnorm"), ("remat=some", "remat=some.*nothing"), ("heads=3", "heads=3.*kv_heads=4"), ("accum=3", "batch=16.*accum=3"),
-    ("rounds=3", "layers=4.*rounds=3"), ("ici.data=1 ici.tensor=3", "seq=128.*3"), ("ici.data=3", "16.*3"), ("ici.data=1 ici.stage=2", "stage=2"),
-    ("d_head=31", "d_head=31"), ("positions=learned position_rows=64", "seq=128.*position_rows=64"), ("dropout=1", "dropout=1"),
-    ("extra", "'extra'"), ("--workdir", "--workdir"), ("--topology=v9", "v9.*cpu"), ("frozen=wqq", "frozen=wqq.*wq"), ("seq=", "seq=value"),
-    ("data=/nowhere/at.all", "data=/nowhere/at.all.*data=PATH"), ("vocab=100", r"\.py: byte \d+ at offset \d+.*vocab=100.*vocab=256"), ("decay_start=9 decay_end=5", "decay_end=5.*decay_start=9"),
+    ("--stepz=5", "--stepz=5.*steps=5"),
+    ("stepz=5", "stepz.*steps"),
+    ("--steps=5", "--steps=5.*steps=5.*no dashes"),
+    ("-- steps=5", "'--'.*steps=5"),
+    ("--config=c4_1B", "c4_1B.*c4_1b"),
+    ("--mode=trian", "trian.*train"),
+    ("--lr=abc", "--lr=abc.*learning_rate"),
+    ("lr=3", "lr.*learning_rate"),
+    ("steps=1e3", "steps=1e3.*whole number"),
+    ("batch=0", "batch=0"),
+    ("steps=-5", "steps=-5"),
+    ("layers", "layers=value"),
+    ("learning_rate=fast", "learning_rate=fast.*number"),
+    ("learning_rate=nan", "learning_rate=nan"),
+    ("tied=yes", "tied=yes.*true or false"),
+    ("ici.fdsp=2", "ici.fdsp.*ici.fsdp"),
+    ("ici=4", "ici"),
+    ("ici.fsdp=0", "fsdp=0"),
+    ("ici.fsdp=-1 ici.data=-1", "data and fsdp"),
+    ("norm=rms", "norm=rms.*rmsnorm"),
+    ("remat=some", "remat=some.*nothing"),
+    ("heads=3", "heads=3.*kv_heads=4"),
+    ("accum=3", "batch=16.*accum=3"),
+    ("rounds=3", "layers=4.*rounds=3"),
+    ("ici.data=1 ici.tensor=3", "seq=128.*3"),
+    ("ici.data=3", "16.*3"),
+    ("ici.data=1 ici.stage=2", "stage=2"),
+    ("d_head=31", "d_head=31"),
+    ("positions=learned position_rows=64", "seq=128.*position_rows=64"),
+    ("dropout=1", "dropout=1"),
+    ("extra", "'extra'"),
+    ("--workdir", "--workdir"),
+    ("--topology=v9", "v9.*cpu"),
+    ("frozen=wqq", "frozen=wqq.*wq"),
+    ("seq=", "seq=value"),
+    ("data=/nowhere/at.all", "data=/nowhere/at.all.*data=PATH"),
+    ("vocab=100", r"\.py: byte \d+ at offset \d+.*vocab=100.*vocab=256"),
+    ("decay_start=9 decay_end=5", "decay_end=5.*decay_start=9"),
 ]
 
 
@@ -980,7 +1309,9 @@ def test_what_is_wrong_stops_the_run_in_one_line(words, expected, monkeypatch, t
 def run(*words, devices=1, cwd=HERE, **kwargs):
     """train.py as a person starts it."""
     env = {**os.environ, "JAX_NUM_CPU_DEVICES": str(devices), "JAX_COMPILATION_CACHE_DIR": str(CACHE)}
-    return subprocess.run([sys.executable, str(HERE / "train.py"), *words], env=env, cwd=cwd, capture_output=True, text=True, **kwargs)
+    return subprocess.run(
+        [sys.executable, str(HERE / "train.py"), *words], env=env, cwd=cwd, capture_output=True, text=True, **kwargs
+    )
 
 
 def test_a_typo_is_answered_before_anything_starts():
@@ -1000,7 +1331,9 @@ def test_a_config_for_a_pod_says_what_it_wants_on_a_laptop():
 def test_the_list_of_configs(capsys):
     train.main(["--config=list"])
     lines = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()}
-    assert set(lines) == set(configs.CONFIGS) and lines["c4_1b"][:2] == ["1104619904", "v4-8"] and len(lines["tiny"]) > 3
+    assert (
+        set(lines) == set(configs.CONFIGS) and lines["c4_1b"][:2] == ["1104619904", "v4-8"] and len(lines["tiny"]) > 3
+    )
 
 
 def test_the_step_of_c4_1b_compiles_on_devices_that_are_not_here():
@@ -1013,12 +1346,21 @@ def test_the_step_of_c4_1b_compiles_on_devices_that_are_not_here():
 
 
 def test_meshes_must_multiply_out():
-    for words, devices, sizes in (((), 8, (1, 8, 1, 1, 1)), (("ici.fsdp=-1",), 8, (1, 1, 8, 1, 1)), (("ici.fsdp=4",), 8, (1, 2, 4, 1, 1)),
-                                  (("ici.data=2", "dcn.data=-1"), 8, (1, 8, 1, 1, 1))):
+    for words, devices, sizes in (
+        ((), 8, (1, 8, 1, 1, 1)),
+        (("ici.fsdp=-1",), 8, (1, 1, 8, 1, 1)),
+        (("ici.fsdp=4",), 8, (1, 2, 4, 1, 1)),
+        (("ici.data=2", "dcn.data=-1"), 8, (1, 8, 1, 1, 1)),
+    ):
         cfg = configs.resolve(configs.override(configs.tiny(), words), devices)
         assert tuple(cfg.axis(a) for a in AXES) == sizes
         assert mesh_of(cfg).devices.shape == sizes
-    for words, devices in ((("ici.data=1", "ici.tensor=4"), 8), (("ici.data=2",), 8), (("ici.data=4",), 1), (("ici.fsdp=4",), 2)):
+    for words, devices in (
+        (("ici.data=1", "ici.tensor=4"), 8),
+        (("ici.data=2",), 8),
+        (("ici.data=4",), 1),
+        (("ici.fsdp=4",), 2),
+    ):
         with pytest.raises(ValueError, match=f"{devices}"):
             configs.resolve(configs.override(configs.tiny(), words), devices)
     with pytest.raises(ValueError, match="3 x 1|needs 3 devices"):
@@ -1053,15 +1395,24 @@ def test_batches_are_a_function_of_seed_and_index():
     stream = data.stream(cfg, tokens, 0)
     rows = np.concatenate([next(stream)["tokens"][0] for _ in range(2 * n // 8 + 1)])
     for first in (0, 8, 800):  # seeking is another first
-        assert np.array_equal(next(data.stream(cfg, tokens, first))["tokens"][0], np.concatenate([rows[first:first + 8]])) or first >= len(rows) - 8
-    assert np.array_equal(np.concatenate([data.rows(dataclasses.replace(cfg, batch=4), tokens, i) for i in (0, 4)])[:, :-1], rows[:8])
+        assert (
+            np.array_equal(
+                next(data.stream(cfg, tokens, first))["tokens"][0], np.concatenate([rows[first : first + 8]])
+            )
+            or first >= len(rows) - 8
+        )
+    assert np.array_equal(
+        np.concatenate([data.rows(dataclasses.replace(cfg, batch=4), tokens, i) for i in (0, 4)])[:, :-1], rows[:8]
+    )
     for epoch in (0, 1):  # an epoch's windows tile the text: no token twice
-        seen = rows[epoch * n:(epoch + 1) * n].ravel()
+        seen = rows[epoch * n : (epoch + 1) * n].ravel()
         assert len(set(seen)) == len(seen) == 16 * n
-    assert set(rows[:n, 0]) != set(rows[n:2 * n, 0])  # cut elsewhere the next time
+    assert set(rows[:n, 0]) != set(rows[n : 2 * n, 0])  # cut elsewhere the next time
     assert (data.rows(dataclasses.replace(cfg, seed=1), tokens, 0)[:, :-1] != rows[:8]).any()
     batch = next(data.stream(dataclasses.replace(cfg, accum=2), tokens, 0))
-    assert batch["tokens"].shape == (2, 4, 16) and np.array_equal(batch["targets"][:, :, :-1], batch["tokens"][:, :, 1:])
+    assert batch["tokens"].shape == (2, 4, 16) and np.array_equal(
+        batch["targets"][:, :, :-1], batch["tokens"][:, :, 1:]
+    )
     assert batch["rows"].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
@@ -1100,14 +1451,17 @@ def test_text_becomes_tokens_and_back(tmp_path):
         assert np.array_equal(c.train, again.train) and np.array_equal(c.valid, again.valid)
 
 
-@pytest.mark.parametrize("files,fields,expected", [
-    ({"a": "abcdz" * 99}, dict(vocab=122), "a: byte 122 at offset 4 .*vocab=122.*vocab=256"),
-    ({"a": "abcd" * 99}, dict(vocab=3, tokenizer="chars"), "4.*vocab=3.*vocab=4"),
-    ({"a": b"abc\0" * 99}, {}, "a is not a text file: byte 3"),
-    ({"a": b"abc\xff" * 99}, dict(tokenizer="chars"), "a is not UTF-8: byte 3"),
-    ({"a": "abc"}, {}, "too few for seq=128"),
-    ({"a": ""}, {}, "too few for seq=128"),
-])
+@pytest.mark.parametrize(
+    "files,fields,expected",
+    [
+        ({"a": "abcdz" * 99}, dict(vocab=122), "a: byte 122 at offset 4 .*vocab=122.*vocab=256"),
+        ({"a": "abcd" * 99}, dict(vocab=3, tokenizer="chars"), "4.*vocab=3.*vocab=4"),
+        ({"a": b"abc\0" * 99}, {}, "a is not a text file: byte 3"),
+        ({"a": b"abc\xff" * 99}, dict(tokenizer="chars"), "a is not UTF-8: byte 3"),
+        ({"a": "abc"}, {}, "too few for seq=128"),
+        ({"a": ""}, {}, "too few for seq=128"),
+    ],
+)
 def test_bad_text_is_named(tmp_path, files, fields, expected):
     file = corpus(tmp_path, **files) + "/a"
     with pytest.raises(ValueError, match=expected):
@@ -1119,7 +1473,12 @@ def test_the_standard_library_is_split_by_file_and_kept(tmp_path, monkeypatch):
     c = data.load(configs.tiny())
     assert 5e6 < len(c.train) < 5e7 and 1e5 < len(c.valid) < 1e6
     [kept] = (tmp_path / "tenfold").iterdir()
-    for damage in (None, lambda b: b[:len(b) // 2], lambda b: b"", lambda b: b[:1000] + bytes([b[1000] ^ 1]) + b[1001:]):
+    for damage in (
+        None,
+        lambda b: b[: len(b) // 2],
+        lambda b: b"",
+        lambda b: b[:1000] + bytes([b[1000] ^ 1]) + b[1001:],
+    ):
         if damage:
             kept.write_bytes(damage(kept.read_bytes()))
         again = data.load(configs.tiny())
@@ -1132,15 +1491,32 @@ def test_the_standard_library_is_split_by_file_and_kept(tmp_path, monkeypatch):
 def test_two_runs_may_fill_the_cache_at_once(tmp_path):
     program = "import configs, data; c = data.load(configs.tiny()); print(len(c.train), int(c.train.sum()))"
     env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
-    both = [subprocess.Popen([sys.executable, "-c", program], env=env, cwd=HERE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    both = [
+        subprocess.Popen([sys.executable, "-c", program], env=env, cwd=HERE, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
     assert len({p.communicate()[0] for p in both}) == 1 and not any(p.returncode for p in both)
     assert len(list((tmp_path / "tenfold").iterdir())) == 1
 
 
 # ---- a whole run ---------------------------------------------------------------------------------------------------
 
-FEW = ["seq=16", "d_model=16", "heads=8", "kv_heads=4", "d_head=4", "d_ff=24", "layers=2", "batch=16", "steps=6", "log_every=2", "eval_every=3",
-       "checkpoint_every=3", "sample_tokens=4", "warmup_steps=1"]
+FEW = [
+    "seq=16",
+    "d_model=16",
+    "heads=8",
+    "kv_heads=4",
+    "d_head=4",
+    "d_ff=24",
+    "layers=2",
+    "batch=16",
+    "steps=6",
+    "log_every=2",
+    "eval_every=3",
+    "checkpoint_every=3",
+    "sample_tokens=4",
+    "warmup_steps=1",
+]
 
 
 @pytest.fixture
@@ -1152,23 +1528,47 @@ def text(tmp_path, monkeypatch):
 def test_a_run_leaves_what_a_person_wants_to_see(text, capsys, tmp_path):
     train.main([*FEW, text, "--workdir=w", "ici.fsdp=2", "ici.tensor=2", "ema_decay=0.5"])
     out, rows = capsys.readouterr().out, train.read_metrics(tmp_path / "w")
-    for word in ("layers/wq", "fsdp, tensor", "tokens a step", "MiB", "step 6/6", "MFU unknown", "learning rate", "left", "compiled in", "loss.png"):
+    for word in (
+        "layers/wq",
+        "fsdp, tensor",
+        "tokens a step",
+        "MiB",
+        "step 6/6",
+        "MFU unknown",
+        "learning rate",
+        "left",
+        "compiled in",
+        "loss.png",
+    ):
         assert word in out, word
     trained, evaluated = ([r for r in rows if key in r] for key in ("loss", "eval/valid/log_pplx"))
     assert [r["step"] for r in trained] == [1, 2, 4, 6] and [r["step"] for r in evaluated] == [3, 6]
-    assert all({"step", "loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second", "mfu", "step_time"} <= set(r) for r in trained)
+    assert all(
+        {"step", "loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second", "mfu", "step_time"} <= set(r)
+        for r in trained
+    )
     assert trained[-1]["tokens"] == 6 * 16 * 16 and trained[-1]["mfu"] is None and "eval/valid/accuracy" in evaluated[0]
-    assert Config(**json.loads((tmp_path / "w/config.json").read_text()) | {"ici": Axes(), "dcn": Axes()}).ema_decay == 0.5
+    assert (
+        Config(**json.loads((tmp_path / "w/config.json").read_text()) | {"ici": Axes(), "dcn": Axes()}).ema_decay == 0.5
+    )
     assert (tmp_path / "w/loss.png").read_bytes()[1:4] == b"PNG" and (tmp_path / "w/checkpoints/6").is_dir()
-    assert list((tmp_path / "w/summaries/train").glob("events*")) and list((tmp_path / "w/summaries/eval_test_valid").glob("events*"))
+    assert list((tmp_path / "w/summaries/train").glob("events*")) and list(
+        (tmp_path / "w/summaries/eval_test_valid").glob("events*")
+    )
 
 
 def test_tensorboard_reads_the_events(text, tmp_path):
-    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason="pip install tensorboard")
+    reader = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator", reason="pip install tensorboard"
+    )
     train.main([*FEW, text, "--workdir=w"])
     rows = train.read_metrics(tmp_path / "w")
-    for folder, tag, key in (("train", "loss", "loss"), ("train", "learning/lr", "learning_rate"), ("train", "learning/raw_grad_norm", "grad_norm"),
-                             ("eval_test_valid", "Metrics/log_pplx", "eval/valid/log_pplx")):
+    for folder, tag, key in (
+        ("train", "loss", "loss"),
+        ("train", "learning/lr", "learning_rate"),
+        ("train", "learning/raw_grad_norm", "grad_norm"),
+        ("eval_test_valid", "Metrics/log_pplx", "eval/valid/log_pplx"),
+    ):
         events = reader.EventAccumulator(str(tmp_path / "w/summaries" / folder))
         events.Reload()
         scalars = {e.step: e.value for e in events.Scalars(tag)}
@@ -1200,7 +1600,19 @@ def test_a_run_without_finite_gradients_stops_and_keeps_a_finite_checkpoint(text
     """At a rate of 1e30 the first update throws everything to infinity; the checkpoint before is restorable and finite."""
     train.main([*FEW, text, "--workdir=w", "steps=3", "decay_end=9"])
     with pytest.raises(SystemExit, match="3 steps in a row.*max_bad_steps"):
-        train.main([*FEW, text, "--workdir=w", "steps=40", "learning_rate=1e30", "clip=0", "max_bad_steps=3", "checkpoint_every=100", "eval_every=100"])
+        train.main(
+            [
+                *FEW,
+                text,
+                "--workdir=w",
+                "steps=40",
+                "learning_rate=1e30",
+                "clip=0",
+                "max_bad_steps=3",
+                "checkpoint_every=100",
+                "eval_every=100",
+            ]
+        )
     assert "bad steps" in capsys.readouterr().out
     with checkpoint.checkpoints(tmp_path / "w/checkpoints") as saves:
         assert saves.latest.step == 3
@@ -1213,20 +1625,35 @@ def test_a_run_without_finite_gradients_stops_and_keeps_a_finite_checkpoint(text
 def test_the_loop_compiles_once_and_waits_only_where_it_logs(text, monkeypatch):
     """Reports are fetched at logged steps alone, each after the next step was launched."""
     events, make_step = [], train.make_step
+
     def watched(*args):
         step = make_step(*args)
+
         def call(state, batch):
             events.append("launch")
             return step(state, batch)
+
         watched.step = step
         return call
+
     get = jax.device_get
     monkeypatch.setattr(train, "make_step", watched)
     monkeypatch.setattr(jax, "device_get", lambda x: (events.append("fetch"), get(x))[1])
-    train.main([*FEW, text, "--workdir=w", "steps=8", "log_every=3", "eval_every=100", "checkpoint_every=100", "sample_tokens=0"])
+    train.main(
+        [
+            *FEW,
+            text,
+            "--workdir=w",
+            "steps=8",
+            "log_every=3",
+            "eval_every=100",
+            "checkpoint_every=100",
+            "sample_tokens=0",
+        ]
+    )
     assert watched.step._cache_size() == 1
     expected = ["launch", "launch", "fetch", *["launch"] * 2, "fetch", *["launch"] * 3, "fetch", "launch", "fetch"]
-    assert events[:len(expected)] == expected and "launch" not in events[len(expected):]
+    assert events[: len(expected)] == expected and "launch" not in events[len(expected) :]
 
 
 @pytest.mark.skipif(not SHAKESPEARE.exists(), reason="tinyshakespeare.txt is not beside the checkout")

@@ -52,8 +52,8 @@ class State(NamedTuple):
 def make_schedule(cfg):
     """The learning rate of an update, by the updates before it.
 
-    With t = updates before + schedule_start: t / warmup_steps of the peak until warmup_steps, the peak until decay_start, then
-    falling to min_ratio of it at decay_end: on a half cosine, geometrically, or (wsd) on a line. `docs/schedules.md` has a table.
+    With t = updates before + schedule_start: t / warmup_steps of the peak until warmup_steps, the peak until
+    decay_start, then down to min_ratio of it at decay_end: on a half cosine, geometrically, or (wsd) on a line.
     """
     last_fifth = cfg.steps - cfg.steps // 5
     start = cfg.decay_start or (max(cfg.warmup_steps, last_fifth) if cfg.schedule == "wsd" else cfg.warmup_steps)
@@ -71,7 +71,7 @@ def make_schedule(cfg):
 
 
 def cap_rms(cap, table):
-    """Scales each update down to a root mean square of `cap`: per tensor, in a stack per layer. Padding does not count."""
+    """Scales updates to a root mean square of at most `cap`: each tensor, each layer of a stack, padding left out."""
     def one(path, u):
         size = table[path[0].key].size
         stacked = u.ndim - len(size)  # (R, L // R, ...) of (L, ...)
@@ -88,7 +88,7 @@ def is_frozen(cfg, table):
     except re.error as error:
         raise ValueError(f"frozen={cfg.frozen} is not a regular expression: {error}") from error
     if cfg.frozen and not any(names.values()):
-        raise ValueError(f"frozen={cfg.frozen} matches no parameter; nearest is {configs.nearest(cfg.frozen, list(table))}")
+        raise ValueError(f"frozen={cfg.frozen} matches no parameter; nearest is {configs.nearest(cfg.frozen, table)}")
     return names
 
 
@@ -118,13 +118,17 @@ def init_state(cfg, table, tx):
     return State(zero, params, tx.init(params), ema, zero, zero)
 
 
-def state_shardings(cfg, mesh, table, tx):
-    """A State of NamedShardings: the optimizer's and the average's arrays lie where their parameters do."""
-    place, everywhere = shardings(mesh, table), NamedSharding(mesh, P())
+def abstract_state(cfg, mesh, table, tx):
+    """The State as shapes with shardings: the optimizer's and the average's arrays lie where their parameters do."""
     def one(path, x):
         names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey) and key.key in table]
-        return place[names[-1]] if names and x.shape == table[names[-1]].shape else everywhere
+        spec = table[names[-1]].spec if names and x.shape == table[names[-1]].shape else P()
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
     return jax.tree_util.tree_map_with_path(one, jax.eval_shape(partial(init_state, cfg, table, tx)))
+
+
+def places(tree):
+    return jax.tree.map(lambda x: x.sharding, tree)
 
 
 def step_specs(cfg, task):
@@ -142,7 +146,8 @@ def make_gradients(cfg, mesh, task):
         params, batch, step = local((params, batch, step), (specs, batch_specs, P()))
 
         def loss(params, micro):
-            return task.loss(cfg, {n: jax.lax.stop_gradient(p) if frozen[n] else p for n, p in params.items()}, micro, step)
+            params = {n: jax.lax.stop_gradient(p) if frozen[n] else p for n, p in params.items()}
+            return task.loss(cfg, params, micro, step)
 
         def add(grads, micro):
             (_, metrics), g = jax.value_and_grad(loss, has_aux=True)(params, micro)
@@ -170,7 +175,8 @@ def make_step(cfg, mesh, task, tx):
         params = optax.apply_updates(state.params, updates)
         decay = jnp.minimum(cfg.ema_decay, (1.0 + state.step) / (10.0 + state.step))  # short at first, as in Pax
         ema = state.ema and jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, state.ema, params)
-        params, opt, ema = jax.tree.map(partial(jnp.where, good), (params, opt, ema), (state.params, state.opt, state.ema))
+        old = state.params, state.opt, state.ema
+        params, opt, ema = jax.tree.map(partial(jnp.where, good), (params, opt, ema), old)
         bad = 1 - good.astype(jnp.int32)
         ends = state.bad_in_a_row >= cfg.max_bad_steps  # stays, so that the loop sees it whenever it looks
         in_a_row = jnp.where(ends, state.bad_in_a_row, (state.bad_in_a_row + 1) * bad)
@@ -178,7 +184,8 @@ def make_step(cfg, mesh, task, tx):
         return new, metrics | {"grad_norm": norm, "learning_rate": rate(state.step - state.bad_steps),
                                "bad_steps": new.bad_steps, "bad_in_a_row": in_a_row}
 
-    return jax.jit(step, donate_argnums=0, out_shardings=(state_shardings(cfg, mesh, task.params(cfg), tx), None))
+    where = places(abstract_state(cfg, mesh, task.params(cfg), tx))
+    return jax.jit(step, donate_argnums=0, out_shardings=(where, None))
 
 
 def make_eval(cfg, mesh, task):
@@ -194,7 +201,7 @@ def make_eval(cfg, mesh, task):
 
 
 def make_sampler(cfg, mesh, task):
-    """(params, prompt ids, key) -> prompt and cfg.sample_tokens more ids, each from a forward pass over the last seq tokens."""
+    """(params, prompt ids, key) -> the prompt and cfg.sample_tokens more, each from a pass over the last seq ids."""
     specs, _ = step_specs(cfg, task)
     batch_specs = task.batch(cfg)
 
@@ -233,16 +240,17 @@ def make_sampler(cfg, mesh, task):
 def overview(cfg, task, mesh):
     """The parameters, a line each: name, shape, placement, count; then totals, and what a device holds of the state."""
     table = task.params(cfg)
-    bytes_here = 4 * (4 if cfg.ema_decay else 3) * sum(
-        math.prod(NamedSharding(mesh, p.spec).shard_shape(p.shape)) for p in table.values())  # parameters, two moments, average
-    rows = [(name, " x ".join(map(str, p.shape)), ", ".join(str(axis or "-") for axis in p.spec), f"{math.prod(p.size):,}")
-            for name, p in table.items()]
+    copies = 4 if cfg.ema_decay else 3  # parameters, two moments, average
+    here = 4 * copies * sum(math.prod(NamedSharding(mesh, p.spec).shard_shape(p.shape)) for p in table.values())
+    tokens = f"{cfg.batch:,} sequences x {cfg.seq:,} = {cfg.batch * cfg.seq:,} tokens a step"
+    rows = [(n, " x ".join(map(str, p.shape)), ", ".join(str(axis or "-") for axis in p.spec), f"{math.prod(p.size):,}")
+            for n, p in table.items()]
     rows.insert(0, ("parameter", "shape", "placement", "count"))
     a, b, c, d = (max(map(len, column)) for column in zip(*rows))
     text = [f"{name:{a}}  {shape:{b}}  {spec:{c}}  {n:>{d}}" for name, shape, spec, n in rows]
-    text.append(f"{count(table):,} parameters; {bytes_here / 2**20:,.1f} MiB of parameters and optimizer on each device")
+    text.append(f"{count(table):,} parameters; {here / 2**20:,.1f} MiB of parameters and optimizer on each device")
     text.append(f"mesh {' x '.join(f'{axis} {mesh.shape[axis]}' for axis in AXES)} = {mesh.size} "
-                f"{mesh.devices.flat[0].device_kind}; {cfg.batch:,} sequences x {cfg.seq:,} = {cfg.batch * cfg.seq:,} tokens a step")
+                f"{mesh.devices.flat[0].device_kind}; {tokens}")
     return "\n".join(text)
 
 
@@ -251,9 +259,10 @@ def clock(seconds):
 
 
 PAX_TAGS = {  # TensorBoard tags that Pax's users know
-    "loss": ("loss", "Metrics/log_pplx"), "log_pplx": ("loss", "Metrics/log_pplx"), "learning_rate": ("lr", "learning/lr"),
-    "grad_norm": ("learning/raw_grad_norm",), "accuracy": ("Metrics/fraction_of_correct_next_step_preds",),
-    "steps_per_second": ("Steps/sec",), "num_predictions": ("Metrics/num_predictions",),
+    "loss": ("loss", "Metrics/log_pplx"), "log_pplx": ("loss", "Metrics/log_pplx"),
+    "learning_rate": ("lr", "learning/lr"), "grad_norm": ("learning/raw_grad_norm",),
+    "accuracy": ("Metrics/fraction_of_correct_next_step_preds",), "num_predictions": ("Metrics/num_predictions",),
+    "steps_per_second": ("Steps/sec",),
 }
 
 
@@ -274,11 +283,12 @@ class Journal:
         self.writers["train"].add_text("parameters", "    " + overview(cfg, task, mesh).replace("\n", "\n    "), step)
         self.bad_steps, self.step, self.time = 0, step, time.perf_counter()
 
-    def lap(self):
-        """Seconds since the last lap or row; the next row's rates count from now."""
+    def lap(self, step):
+        """(seconds, steps) since the last lap; the next row's rates count from now."""
         now = time.perf_counter()
-        seconds, self.time = now - self.time, now
-        return seconds
+        passed = now - self.time, step - self.step
+        self.time, self.step = now, step
+        return passed
 
     def trained(self, step, report, tokens):
         """Reads what a step reported (this waits for the step), and tells it. Ends the run after too many bad steps.
@@ -287,13 +297,14 @@ class Journal:
         """
         report = jax.tree.map(float, jax.device_get(report))
         cfg, (loss, weight) = self.cfg, report["loss"]
-        step_time = self.lap() / (step - self.step)
+        seconds, steps = self.lap(step)
+        step_time = seconds / steps
         rate = cfg.batch * cfg.seq / step_time
         row = {"step": step, "loss": loss / (weight or 1), "accuracy": report["accuracy"][0] / (weight or 1),
                "grad_norm": report["grad_norm"], "learning_rate": report["learning_rate"], "num_predictions": weight,
                "tokens": tokens, "tokens_per_second": rate, "step_time": step_time,
-               "mfu": self.peak and rate * self.flops / (self.peak * self.devices), "bad_steps": int(report["bad_steps"])}
-        self.step = step
+               "mfu": self.peak and rate * self.flops / (self.peak * self.devices),
+               "bad_steps": int(report["bad_steps"])}
         self.write("train", row | {"steps_per_second": 1 / step_time})
         print(f"step {step}/{cfg.steps}  loss {row['loss']:.4f}  learning rate {row['learning_rate']:.2e}  "
               f"gradient norm {row['grad_norm']:.3f}  {rate:,.0f} tokens/s  "
@@ -301,11 +312,11 @@ class Journal:
               f"{clock((cfg.steps - step) * step_time)} left", flush=True)
         if row["bad_steps"] > self.bad_steps:
             why = "with 0 valid tokens" if not weight else "whose loss or gradient is not finite"
-            print(f"step {step}: {row['bad_steps']} bad steps by now, the last few {why}: they moved nothing", flush=True)
+            print(f"step {step}: {row['bad_steps']} bad steps by now, {why}: they moved nothing", flush=True)
             self.bad_steps = row["bad_steps"]
         if report["bad_in_a_row"] >= cfg.max_bad_steps:
-            raise SystemExit(f"train.py: {cfg.max_bad_steps} steps in a row had no finite gradient or no token (max_bad_steps): "
-                             f"stopped at step {step}; the parameters and the checkpoints before are good")
+            raise SystemExit(f"train.py: stopped at step {step}: {cfg.max_bad_steps} steps in a row (max_bad_steps) "
+                             f"had no finite gradient or no token; the checkpoints before are good")
 
     def evaluated(self, step, name, result):
         self.write(f"eval_test_{name}", {"step": step} | result, prefix=f"eval/{name}/")
@@ -314,9 +325,10 @@ class Journal:
         plot(self.workdir)
 
     def write(self, folder, row, prefix=""):
-        """`row` as a line of JSON, its keys but `step` with `prefix`, and in TensorBoard's `folder` under Pax's tags."""
+        """`row` as a line of JSON, its keys but `step` with `prefix`; in TensorBoard's `folder` under Pax's tags."""
         finite = {key: value if value is None or math.isfinite(value) else None for key, value in row.items()}
-        self.file.write(json.dumps({key if key == "step" else prefix + key: value for key, value in finite.items()}) + "\n")
+        line = {key if key == "step" else prefix + key: value for key, value in finite.items()}
+        self.file.write(json.dumps(line) + "\n")
         for key, value in finite.items():
             for tag in PAX_TAGS.get(key, ()) if value is not None else ():
                 self.writers[folder].add_scalar(tag, value, row["step"])
@@ -341,7 +353,8 @@ def plot(workdir):
     from matplotlib import pyplot
     rows = read_metrics(workdir)
     figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=110)
-    for key, label, style in (("loss", "train", {"linewidth": 1}), ("eval/valid/log_pplx", "validation", {"marker": "o"})):
+    lines = ("loss", "train", {"linewidth": 1}), ("eval/valid/log_pplx", "validation", {"marker": "o"})
+    for key, label, style in lines:
         points = [(row["step"], row[key]) for row in rows if key in row and row[key] is not None]
         if points:
             axes.plot(*zip(*points), label=f"{label} (last {points[-1][1]:.3f})", **style)
@@ -359,7 +372,7 @@ def plot(workdir):
 
 
 def evaluate(cfg, run, params, mesh, task, tokens):
-    """{log_pplx, accuracy, num_predictions} over all of `tokens`, each predicted once. Sums meet on the host in float64."""
+    """{log_pplx, accuracy, num_predictions} over all of `tokens`, each predicted once; host sums in float64."""
     sums, launched = collections.defaultdict(lambda: np.zeros(2)), collections.deque()
 
     def read(result):
@@ -385,56 +398,58 @@ def sizes(table):
     return {name: list(p.size) for name, p in table.items()}
 
 
-def restored(saves, table, init, places):
-    """(state, sequences consumed) of the newest checkpoint, or of the start. Refuses a checkpoint of another model."""
+def first_state(cfg, mesh, table, tx, saves):
+    """(state, sequences consumed) of the newest checkpoint, or a new one. Refuses a checkpoint of another model."""
+    target = abstract_state(cfg, mesh, table, tx)
     if not saves.latest:
-        return jax.jit(init, out_shardings=places)(), 0
-    saved, wanted = checkpoint.facts(saves)["sizes"], sizes(table)
-    differ = [f"{name}: {saved.get(name, 'absent')} there, {wanted.get(name, 'absent')} here"
-              for name in sorted({*saved, *wanted}) if saved.get(name) != wanted.get(name)]
+        return jax.jit(partial(init_state, cfg, table, tx), out_shardings=places(target))(), 0
+    facts, wanted = checkpoint.facts(saves), sizes(table)
+    differ = [f"{name}: {facts['sizes'].get(name, 'absent')} there, {wanted.get(name, 'absent')} here"
+              for name in sorted({*facts["sizes"], *wanted}) if facts["sizes"].get(name) != wanted.get(name)]
     if differ:
-        raise SystemExit(f"train.py: the checkpoint of step {saves.latest.step} is of another model ({'; '.join(differ)}); "
-                         f"go on with that model, or begin in another --workdir")
-    target = jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), jax.eval_shape(init), places)
+        raise SystemExit(f"train.py: the checkpoint of step {saves.latest.step} is of another model "
+                         f"({'; '.join(differ)}); go on with that model, or begin in another --workdir")
     state = checkpoint.restore(saves, target)
-    return state._replace(bad_in_a_row=0 * state.bad_in_a_row), checkpoint.facts(saves)["sequences"]  # started again: a new chance
+    return state._replace(bad_in_a_row=0 * state.bad_in_a_row), facts["sequences"]  # started again: a new chance
 
 
 def train(cfg, mesh, task, corpus, workdir):
-    """Trains to cfg.steps, from the newest checkpoint in `workdir` where there is one, and leaves what the Journal says there."""
+    """Trains to cfg.steps, from the newest checkpoint in `workdir` if there is one; the Journal tells of it."""
     table = task.params(cfg)
     tx = make_optimizer(cfg, table)
     run_step, run_eval = make_step(cfg, mesh, task, tx), make_eval(cfg, mesh, task)
     print(overview(cfg, task, mesh), flush=True)
 
     with checkpoint.checkpoints(workdir / "checkpoints") as saves:
-        state, sequences = restored(saves, table, partial(init_state, cfg, table, tx), state_shardings(cfg, mesh, table, tx))
+        state, sequences = first_state(cfg, mesh, table, tx, saves)
         first = int(state.step)
         if first:
             print(f"continues from step {first}, found in {workdir}")
         if first >= cfg.steps:
-            print(f"steps={cfg.steps} are taken: nothing to do (go on with steps=N, begin again with another --workdir)")
+            print(f"steps={cfg.steps} are taken: nothing to do (steps=N goes on, another --workdir begins again)")
             return
         with contextlib.closing(Journal(cfg, mesh, task, workdir, first)) as journal:
             batches, running, unread = data.stream(cfg, corpus.train, sequences), collections.deque(), None
             for step in range(first + 1, cfg.steps + 1):
                 state, report = run_step(state, next(batches))
                 if step == first + 1:
-                    print(f"compiled in {journal.lap():.1f} s", flush=True)
+                    print(f"compiled in {journal.lap(first)[0]:.1f} s", flush=True)
                 if unread:  # a report is read when the step after it is under way
                     journal.trained(*unread)
                 last, consumed = step == cfg.steps, sequences + (step - first) * cfg.batch
-                unread = (step, report, consumed * cfg.seq) if last or step == first + 1 or step % cfg.log_every == 0 else None
-                evaluates, saving = last or step % cfg.eval_every == 0, last or step % cfg.checkpoint_every == 0
+                logs, evaluates, saving = (last or step % every == 0
+                                           for every in (cfg.log_every, cfg.eval_every, cfg.checkpoint_every))
+                unread = (step, report, consumed * cfg.seq) if logs or step == first + 1 else None
                 if unread and (evaluates or saving):
                     journal.trained(*unread)
                     unread = None
                 if evaluates:
-                    journal.evaluated(step, "valid", evaluate(cfg, run_eval, averaged(cfg, state), mesh, task, corpus.valid))
+                    result = evaluate(cfg, run_eval, averaged(cfg, state), mesh, task, corpus.valid)
+                    journal.evaluated(step, "valid", result)
                 if saving:
                     checkpoint.save(saves, step, state, {"sequences": consumed, "sizes": sizes(table)})
                 if evaluates or saving:
-                    journal.lap()  # their time is not the steps'
+                    journal.lap(step)  # their time is not the steps'
                 running.append(report)
                 if len(running) > 2:  # the host stays two steps ahead: more would only hold more batches
                     jax.block_until_ready(running.popleft())
@@ -442,7 +457,7 @@ def train(cfg, mesh, task, corpus, workdir):
         prompt = corpus.valid[:min(32, cfg.seq)]
         ids = make_sampler(cfg, mesh, task)(averaged(cfg, state), prompt, jax.random.key(cfg.seed))
         print(f"---- the model goes on from {corpus.decode(prompt)!r}:\n{corpus.decode(np.asarray(ids))}\n----")
-    print(f"{workdir / 'loss.png'}, metrics.jsonl and TensorBoard events beside it; checkpoint {workdir / 'checkpoints' / str(cfg.steps)}")
+    print(f"{workdir / 'loss.png'}, beside it metrics.jsonl, TensorBoard events, and checkpoints/{cfg.steps}")
 
 
 # ---- the command line ----------------------------------------------------------------------------------------------
@@ -475,12 +490,10 @@ def on_devices(cfg):
 def compile_step(cfg, mesh, task):
     """Compiles the training step from shapes alone; prints parameters and bytes per device."""
     tx = make_optimizer(cfg, task.params(cfg))
-    state = jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
-                         jax.eval_shape(partial(init_state, cfg, task.params(cfg), tx)),
-                         state_shardings(cfg, mesh, task.params(cfg), tx))
-    shapes = jax.eval_shape(lambda: data.as_batch(jnp.zeros((cfg.batch, cfg.seq + 1)), jnp.ones((cfg.batch, cfg.seq)), cfg.accum))
-    batch = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, step_specs(cfg, task)[1][name]))
+    shapes, (_, specs) = jax.eval_shape(partial(data.blank, cfg)), step_specs(cfg, task)
+    batch = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, specs[name]))
              for name, x in shapes.items()}
+    state = abstract_state(cfg, mesh, task.params(cfg), tx)
     print(overview(cfg, task, mesh), flush=True)
     since = time.perf_counter()
     compiled = make_step(cfg, mesh, task, tx).lower(state, batch).compile()
@@ -496,10 +509,10 @@ def main(argv):
         name, mode = flags["config"], flags["mode"]
         if name == "list":
             return show_configs()
-        for what, word, known in (("config", name, configs.CONFIGS), ("mode", mode, MODES), ("topology", flags["topology"], ("", "cpu"))):
-            if word not in known:
-                raise ValueError(f"--{what}={word}: no such {what}; did you mean {configs.nearest(word, list(known))}? "
-                                 f"There are: {', '.join(filter(None, known))}")
+        for flag, known in (("config", configs.CONFIGS), ("mode", MODES), ("topology", ("", "cpu"))):
+            if flags[flag] not in known:
+                raise ValueError(f"--{flag}={flags[flag]}: no such {flag}; did you mean "
+                                 f"{configs.nearest(flags[flag], known)}? There are: {', '.join(filter(None, known))}")
         cfg = configs.override(configs.CONFIGS[name](), words)
         is_frozen(cfg, TASK.params(cfg))
     except ValueError as error:
@@ -516,7 +529,8 @@ def run_training(name, cfg, workdir):
         corpus = data.load(cfg)
     except (ValueError, OSError) as error:
         raise SystemExit(f"train.py: {name}: {error}") from error
-    print(textwrap.fill(f"{name}: " + " ".join(f"{key}={value}" for key, value in flat(cfg).items()), 120, subsequent_indent="  "))
+    said = " ".join(f"{key}={value}" for key, value in flat(cfg).items())
+    print(textwrap.fill(f"{name}: {said}", 120, subsequent_indent="  "))
     workdir.mkdir(parents=True, exist_ok=True)
     (workdir / "config.json").write_text(json.dumps(dataclasses.asdict(cfg), indent=1))
     train(cfg, mesh, TASK, corpus, workdir)
