@@ -9,14 +9,16 @@ F d_ff  V vocabulary (padded)  L layers  R rounds
 """
 import math
 import zlib
-from functools import partial
+from functools import cache, partial
+from statistics import NormalDist
 from typing import Callable, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 
 from mesh import BATCH, SEQUENCE, gather, largest, scatter, smallest, unshard
 
@@ -54,10 +56,6 @@ def count(table):
     return sum(math.prod(p.size) for p in table.values())
 
 
-def shardings(mesh, table):
-    return {name: NamedSharding(mesh, p.spec) for name, p in table.items()}
-
-
 def init_params(table, seed):
     """{name: float32 array}: the same values on every mesh, for every `rounds`, whatever other parameters there are."""
     def one(name, p):
@@ -68,12 +66,23 @@ def init_params(table, seed):
     return {name: one(name, p) for name, p in table.items()}
 
 
+@cache
+def quantiles():
+    """The standard normal's inverse distribution function at 2^16 even points."""
+    return np.array([NormalDist().inv_cdf((i + 0.5) / 2**16) for i in range(2**16)])
+
+
+# Both draw integers and round once, so that a value is the same bits on every mesh and compiler: the arithmetic of
+# `jax.random.normal` is not, where shards are so small that a compiler vectorizes them in another way.
 def normal(std):
-    return lambda key, shape: std * jax.random.normal(key, shape)
+    return lambda key, shape: jnp.asarray(std * quantiles(), jnp.float32)[jax.random.bits(key, shape, jnp.uint16)]
 
 
 def uniform(limit):
-    return lambda key, shape: jax.random.uniform(key, shape, minval=-limit, maxval=limit)
+    def draw(key, shape):
+        whole = (jax.random.bits(key, shape) >> 8).astype(jnp.int32) - 2**23  # exact in float32
+        return whole.astype(jnp.float32) * (limit / 2**23)
+    return draw
 
 
 def constant(value):

@@ -41,7 +41,6 @@ import configs  # noqa: E402
 import data  # noqa: E402
 import mesh as mesh_module  # noqa: E402
 import model  # noqa: E402
-import pgle  # noqa: E402
 import train  # noqa: E402
 from configs import Axes, Config  # noqa: E402
 from mesh import AXES, local, make_mesh, missing, total  # noqa: E402
@@ -49,7 +48,7 @@ from mesh import AXES, local, make_mesh, missing, total  # noqa: E402
 HERE = Path(__file__).parent
 SHAKESPEARE = HERE.parent / "shared" / "data" / "tinyshakespeare.txt"
 
-# Small, odd in every size, and with all that a family has. eps is large because the gradient of some leaves is zero but for
+# Small, odd in every size, with all that a family has. eps is large because the gradient of some leaves is zero but for
 # rounding (a bias on keys shifts all scores alike), and Adam divides by its size.
 SMALL = dict(
     vocab=61,
@@ -107,6 +106,10 @@ def family(name, **changes):
 def mesh_of(cfg):
     ici, dcn = dataclasses.astuple(cfg.ici), dataclasses.astuple(cfg.dcn)
     return make_mesh(ici, dcn, jax.devices()[: math.prod(ici) * math.prod(dcn)])
+
+
+def shardings(mesh, table):
+    return {name: NamedSharding(mesh, p.spec) for name, p in table.items()}
 
 
 @cache
@@ -192,7 +195,7 @@ def test_axes_have_one_order():
 
 
 def reference_loss(cfg, params, batch):
-    """Mean cross-entropy of (B, T) arrays: no mesh, no scan, no padding, heads one by one. Follows the papers, not model.py."""
+    """Mean cross-entropy of (B, T) arrays: no mesh, scan or padding, heads one by one. After the papers, not model.py."""
     p = {n: (x.reshape(-1, *x.shape[2:]) if n.startswith("layers/") else x) for n, x in params.items()}
     B, T = batch["tokens"].shape
     embedding = p["embed"][: cfg.vocab]
@@ -278,7 +281,7 @@ def update_of(cfg):
 def three_steps(cfg):
     """[(parameters, loss, gradients)] of three steps: gradients on cfg's mesh, updates on one device."""
     mesh, _, state = start(cfg)
-    places = model.shardings(mesh, model.transformer_params(cfg))
+    places = shardings(mesh, model.transformer_params(cfg))
     gradients = jax.jit(train.make_gradients(cfg, mesh, model.transformer))
     params, opt = jax.device_get((state.params, state.opt))
     out = []
@@ -308,7 +311,7 @@ SIZES = [(d, f, t) for d, f, t in itertools.product((1, 2, 4, 8), repeat=3) if d
 
 
 def pairwise(*choices, allowed=lambda *_: True):
-    """Rows that hold every pair of values that any allowed row holds: greedily, the row with most pairs still missing."""
+    """Rows that hold every pair of values that any allowed row holds: greedily, the row with most pairs missing."""
     rows = [row for row in itertools.product(*choices) if allowed(*row)]
     pairs = lambda row: set(itertools.combinations(enumerate(row), 2))
     wanted, chosen = set().union(*map(pairs, rows)), []
@@ -376,11 +379,20 @@ def test_initial_parameters_are_bit_equal_on_every_mesh():
             table = model.transformer_params(cfg)
             init = jax.jit(
                 partial(model.init_params, table, cfg.seed),
-                out_shardings=model.shardings(mesh_of(cfg), table),
+                out_shardings=shardings(mesh_of(cfg), table),
                 compiler_options={"xla_backend_optimization_level": 3},
             )  # as outside these tests: fused and vectorized
             for leaf, p in jax.device_get(init()).items():
                 assert np.array_equal(one[leaf].ravel(), p.ravel()), leaf
+
+
+def test_draws_have_their_moments():
+    draw = np.asarray(model.normal(0.5)(jax.random.key(0), (1000, 1000)), np.float64) / 0.5
+    for power, moment in ((1, 0), (2, 1), (3, 0), (4, 3)):
+        close((draw**power).mean(), moment, tolerance=0.02)
+    draw = np.asarray(model.uniform(0.3)(jax.random.key(0), (1000, 1000)), np.float64) / 0.3
+    assert -1 <= draw.min() < -0.999 and 0.999 < draw.max() < 1
+    close([draw.mean(), (draw**2).mean()], [0, 1 / 3], tolerance=0.005)
 
 
 def losses_and_gradients(cfg, batch, step=0):
@@ -444,8 +456,8 @@ def test_a_forgotten_gradient_sum_is_an_error_while_tracing(monkeypatch):
 
 
 def test_gradient_of_a_replicated_scalar_inside_shard_map():
-    """w = 3, x = 0..7 over 4 devices, loss = sum of (w x)^2: 1260, gradient 2 w sum x^2 = 840; `local` and `total` give it
-    with and without the check; a sum under the gradient, or none after it, gives 24, 3360 or an error."""
+    """w = 3, x = 0..7 over 4 devices, loss = sum of (w x)^2: 1260, gradient 2 w sum x^2 = 840. `local` and `total` give
+    it with and without the check; a sum under the gradient, or none after it, gives 24, 3360 or an error."""
     mesh, w, x = mesh_of(Config(ici=Axes(data=4))), jnp.float32(3), jnp.arange(8.0)
 
     def run(f, check, out=P()):
@@ -460,7 +472,12 @@ def test_gradient_of_a_replicated_scalar_inside_shard_map():
         float(run(unmarked, False)) == 840 and float(run(unmarked, True)) == 3360
     )  # the check sums w's gradient itself
     inside = lambda w, x: jax.grad(lambda w: jax.lax.psum(loss(w, x), "data"))(w)
-    assert float(run(inside, True)) == 840
+    assert float(run(inside, True)) == 840 and float(run(inside, False)) == 24  # silently wrong
+    for check in (True, False):  # a gradient taken outside is right either way
+        f = jax.shard_map(
+            lambda w, x: jax.lax.psum(loss(w, x), "data"), mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=check
+        )
+        assert float(f(w, x)) == 1260 and float(jax.grad(f)(w, x)) == 840
     with pytest.raises(Exception, match="data"):
         run(lambda w, x: jax.grad(loss)(local(w, P()), x), True)
 
@@ -720,7 +737,7 @@ def test_dropout_gives_one_gradient_on_every_mesh_accumulation_and_remat():
 
 
 def test_what_is_decayed():
-    """One update of zero gradients at rate 0.1, decay 0.1: decayed leaves shrink by 1%, the rest stay; stacked ones too."""
+    """One update of zero gradients at rate 0.1, decay 0.1: decayed leaves shrink by 1%, the rest stay, stacked or not."""
     for name, everything in (("gpt3", False), ("llama", False), ("c4", True)):
         cfg = family(name, learning_rate=0.1, weight_decay=0.1, schedule="constant", warmup_steps=0)
         table = model.transformer_params(cfg)
@@ -748,7 +765,7 @@ def test_what_is_decayed():
 
 
 def test_adam_with_capped_updates_is_pax():
-    """Against the update written out in numpy, per layer of a stack; the padding of the vocabulary counts for nothing."""
+    """Against the update written out in numpy, per layer of a stack; padding of the vocabulary counts for nothing."""
     cfg = family("c4", clip=0.0, rms_cap=0.2, schedule="constant", warmup_steps=0, eps=1e-6)
     table = model.transformer_params(cfg)
     _, tx, state = start(cfg)
@@ -818,7 +835,7 @@ def test_the_documented_rates_are_the_applied_ones():
 
 
 def test_pax_schedules():
-    """LinearRampupExponentialDecay and its cosine: rate 0 first, 1 from warm-up to decay_start, min_ratio from decay_end on."""
+    """LinearRampupExponentialDecay and its cosine: 0 first, 1 from warm-up to decay_start, min_ratio from decay_end."""
     for schedule, middle in (("exponential", 0.1**0.5), ("cosine", 0.55)):
         cfg = Config(
             schedule=schedule,
@@ -987,7 +1004,7 @@ def test_bfloat16_gradients_are_reduced_in_float32():
 
 
 def test_padding_of_the_vocabulary_takes_no_part():
-    """All real logits -1 (from a bias), padding at 0: the loss is ln 5, ids stay below 5, padded rows get and keep zero."""
+    """All real logits -1 (from a bias), padding at 0: the loss is ln 5, ids stay below 5, padding gets and keeps 0."""
     base = dict(sample_tokens=8, vocab=5, softmax_bias=True, tied=False, decay="all", weight_decay=0.1)
     for tensor in (1, 2, 4):
         cfg = family("llama", **base, ici=Axes(tensor=tensor))
@@ -1047,7 +1064,7 @@ def test_evaluation_is_the_same_for_any_batch_and_mesh():
         params = jax.tree.map(
             jax.device_put,
             first_state(family("gpt3"), True).params,
-            model.shardings(mesh, model.transformer_params(cfg)),
+            shardings(mesh, model.transformer_params(cfg)),
         )
         results.append(
             train.evaluate(cfg, train.make_eval(cfg, mesh, model.transformer), params, mesh, model.transformer, tokens)
@@ -1146,7 +1163,7 @@ def test_every_field_is_read_outside_configs():
 
 
 def test_flipping_a_field_changes_what_is_computed():
-    """The step's jaxpr, the parameter table, the sampler's or the data: something must differ for every field of the math."""
+    """The step, the parameter table, the sampler or the data: something must differ for every field of the math."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 61, 4000).astype(np.uint8)
 
@@ -1578,7 +1595,7 @@ def test_tensorboard_reads_the_events(text, tmp_path):
 
 
 def test_a_run_goes_on_where_it_was_and_says_when_it_is_done(text, capsys, tmp_path):
-    """Six steps at once and in two parts, with another accumulation and mesh: the same losses; a third start has nothing to do."""
+    """Six steps at once, or in two parts with other accumulation and mesh: the same losses. A third start does nothing."""
     train.main([*FEW, text, "--workdir=whole", "ici.data=1", "ici.fsdp=8", "rounds=2"])
     train.main([*FEW, text, "--workdir=parts", "ici.data=1", "ici.fsdp=8", "rounds=2", "steps=3", "decay_end=6"])
     (tmp_path / "parts/metrics.jsonl").open("a").write('{"step": 4, "loss": 0}\n{"step": 5, "lo')  # what a kill leaves
@@ -1597,7 +1614,7 @@ def test_a_run_goes_on_where_it_was_and_says_when_it_is_done(text, capsys, tmp_p
 
 
 def test_a_run_without_finite_gradients_stops_and_keeps_a_finite_checkpoint(text, capsys, tmp_path):
-    """At a rate of 1e30 the first update throws everything to infinity; the checkpoint before is restorable and finite."""
+    """At a rate of 1e30 the first update sends everything to infinity; the checkpoint before is whole and finite."""
     train.main([*FEW, text, "--workdir=w", "steps=3", "decay_end=9"])
     with pytest.raises(SystemExit, match="3 steps in a row.*max_bad_steps"):
         train.main(

@@ -32,7 +32,7 @@ import configs
 import data
 import pgle
 from mesh import AXES, local, make_mesh, missing, total
-from model import count, init_params, shardings, transformer
+from model import count, init_params, transformer
 
 
 class State(NamedTuple):
