@@ -485,13 +485,26 @@ def test_gradient_of_a_replicated_scalar_inside_shard_map():
 # ---- what the compiled step moves ----------------------------------------------------------------------------------
 
 
+def group_size(attributes):
+    """Devices in a group of a collective: {{0,1},{2,3}} is written out, [2,2]<=[4] counted, or axes of a mesh are named."""
+    written = re.search(r"replica_groups=\{\{([\d,]*)\}", attributes)
+    counted = re.search(r"replica_groups=\[\d+,(\d+)\]", attributes)
+    named = re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", attributes)
+    if named:
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", named[1]))
+        return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", named[2]))
+    if counted or written:
+        return int(counted[1]) if counted else len(written[1].split(","))
+    return jax.device_count()  # {}: all of them
+
+
 def collectives(text):
     """{kind: arrays moved} of compiled HLO, of groups of more than one device."""
     out = dict.fromkeys(("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"), 0)
     for shapes, kind, rest in re.findall(
         r"^\s*(?:ROOT )?\S+ = (.*?) (%s)(?:-start)?\((.*)$" % "|".join(out), text, re.M
     ):
-        if not re.search(r"replica_groups=\{(\{\d+\},?)+\}", rest):
+        if kind == "collective-permute" or group_size(rest) > 1:
             out[kind] += shapes.count("[")
     return {kind: n for kind, n in out.items() if n}
 
@@ -1180,6 +1193,7 @@ def test_flipping_a_field_changes_what_is_computed():
             "0x[0-9a-f]+", "", str(jax.make_jaxpr(train.make_step(cfg, mesh, model.transformer, tx))(state, batch))
         )
         yield str(jax.make_jaxpr(init)())
+        yield model.init_params({"embed": table["embed"]}, cfg.seed)["embed"].tolist()
         yield str(
             jax.make_jaxpr(train.make_sampler(cfg, mesh, model.transformer))(
                 state.params, jnp.zeros(3, jnp.int32), jax.random.key(0)
