@@ -134,8 +134,8 @@ def check(cfg):
         elif f.type in (int, float):
             if isinstance(value, bool) or not isinstance(value, (f.type, int)):
                 raise ValueError(f"{f.name}={value!r} is not {KIND[f.type]}")
-            if f.type is int and value < (0 if f.name in MAY_BE_ZERO else 1):
-                raise ValueError(f"{f.name}={value} is too small: it is {0 if f.name in MAY_BE_ZERO else 1} or more")
+            if f.type is int and not (f.name not in MAY_BE_ZERO) <= value < 2**31:  # the arrays that count are int32
+                raise ValueError(f"{f.name}={value}: it is {0 if f.name in MAY_BE_ZERO else 1} or more, and below 2^31")
             if not 0 <= value < float("inf"):
                 raise ValueError(f"{f.name}={value} is not a finite number of 0 or more")
             if f.name in FRACTIONS and value >= 1:
@@ -228,6 +228,8 @@ def override(cfg, words):
             raise ValueError(f"{word!r}: no field is called {name!r}; did you mean {nearest(name, names)}?")
         if not equals or not text and kinds.get(name) is not str:
             raise ValueError(f"{word!r}: a field is set as {name}=value")
+        if name in changes or name in {f"{level}.{axis}" for level, sizes in axes.items() for axis in sizes}:
+            raise ValueError(f"{word!r}: {name} is set twice")
         if "." in name:
             level, axis = name.split(".")
             axes.setdefault(level, {})[axis] = parse(name, text, int)
@@ -252,6 +254,8 @@ def command_line(argv, flags):
         if word == "--":
             raise ValueError(f"'--' (before {' '.join(argv[i + 1:]) or 'nothing'}) has no meaning here; leave it out")
         if not word.startswith("-"):
+            if name in flags:
+                raise ValueError(f"{word!r}: {name} is a flag: --{name}={value or '...'}")
             words.append(word)
         elif word.startswith("--") and name in flags:
             if not value:

@@ -1,6 +1,6 @@
 """One step, one loop, one command line.
 
-    python train.py --config=NAME [--workdir=DIR] [--mode=train|eval|compile|plot] [field=value ...]
+    python train.py --config=NAME [--workdir=DIR] [--mode=train|compile] [--topology=cpu] [field=value ...]
 
 The step: each device takes its part of the batch through loss and gradient (`make_gradients`), then Optax updates
 global arrays (`make_step`). The loop launches a step before it reads what the one before it reported.
@@ -504,6 +504,9 @@ def compile_step(cfg, mesh, task):
 
 
 def main(argv):
+    if {"-h", "--help"} & set(argv):
+        fields = " ".join(f"{key}={value}" for key, value in flat(configs.Config()).items())
+        return print(f"{__doc__}\nFields and their defaults:\n{textwrap.fill(fields, 120)}")
     try:
         flags, words = configs.command_line(argv, FLAGS)
         name, mode = flags["config"], flags["mode"]
