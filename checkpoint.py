@@ -28,9 +28,15 @@ def unfold(state):
     return jax.tree_util.tree_map_with_path(one, state)
 
 
+def shapes(state):
+    """{name: shape as it is stored} of every array."""
+    leaves = jax.tree_util.tree_leaves_with_path(jax.eval_shape(unfold, state))
+    return {jax.tree_util.keystr(path): list(x.shape) for path, x in leaves}
+
+
 def save(saves, step, state, facts):
     """Starts to save `state` as `step`, with `facts` (JSON) beside it. Errors of an earlier save are raised here."""
-    saves.save_async(step, jax.jit(unfold)(state), custom_metadata=facts)
+    saves.save_async(step, jax.jit(unfold)(state), custom_metadata=facts | {"shapes": shapes(state)})
 
 
 def facts(saves):
@@ -39,7 +45,16 @@ def facts(saves):
 
 
 def restore(saves, target):
-    """The state of the newest step. `target` is the state as ShapeDtypeStructs with the shardings that are wanted."""
+    """The state of the newest step. `target` is the state as ShapeDtypeStructs with the shardings that are wanted.
+
+    Raises ValueError that lists every array that is not the same there and here.
+    """
+    there, here = facts(saves)["shapes"], shapes(target)
+    differ = [f"{name} {there.get(name, 'absent')} there, {here.get(name, 'absent')} here"
+              for name in sorted({*there, *here}) if there.get(name) != here.get(name)]
+    if differ:
+        raise ValueError(f"the checkpoint of step {saves.latest.step} is of another state: {'; '.join(differ)}")
+
     def stored(path, x):
         if not is_stacked(path):
             return x

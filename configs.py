@@ -136,8 +136,8 @@ def check(cfg):
                 raise ValueError(f"{f.name}={value!r} is not {KIND[f.type]}")
             if f.type is int and not (f.name not in MAY_BE_ZERO) <= value < 2**31:  # the arrays that count are int32
                 raise ValueError(f"{f.name}={value}: it is {0 if f.name in MAY_BE_ZERO else 1} or more, and below 2^31")
-            if not 0 <= value < float("inf"):
-                raise ValueError(f"{f.name}={value} is not a finite number of 0 or more")
+            if not 0 <= value < 3e38:
+                raise ValueError(f"{f.name}={value} is not a number from 0 to what float32 holds")
             if f.name in FRACTIONS and value >= 1:
                 raise ValueError(f"{f.name}={value} is not below 1")
 
@@ -154,21 +154,26 @@ def check(cfg):
         divides("d_model", cfg.d_model, "2 (a sine and a cosine each)", 2)
     if cfg.positions == "learned" and cfg.seq > cfg.position_rows:
         raise ValueError(f"seq={cfg.seq} is longer than the position table, position_rows={cfg.position_rows}")
+    if not 0 <= cfg.min_ratio <= 1 or cfg.schedule == "exponential" and not cfg.min_ratio:
+        raise ValueError(f"min_ratio={cfg.min_ratio} is a share of the peak: at most 1, and above 0 if exponential")
+    if cfg.positions == "rope" and not cfg.rope_theta:
+        raise ValueError(f"rope_theta={cfg.rope_theta} is not above 0")
     if cfg.decay_end and cfg.decay_end < max(cfg.decay_start, cfg.warmup_steps):
         raise ValueError(f"decay_end={cfg.decay_end} is before decay_start={cfg.decay_start} or "
                          f"warmup_steps={cfg.warmup_steps}")
     for axis in ("stage", "context"):
         if cfg.axis(axis) != 1:
             raise ValueError(f"{axis}={cfg.axis(axis)}: layers are split over fsdp and tensor only; {axis} must be 1")
-    if -1 not in dataclasses.astuple(cfg.ici) + dataclasses.astuple(cfg.dcn):
-        batch, tensor = cfg.axis("data") * cfg.axis("fsdp"), cfg.axis("tensor")
-        divides("batch / accum", cfg.batch // cfg.accum, "data x fsdp", batch)
-        divides("seq", cfg.seq, "context x tensor", cfg.axis("context") * tensor)
-        divides("d_model", cfg.d_model, "fsdp", cfg.axis("fsdp"))
-        divides("heads", cfg.heads, "tensor", tensor)
-        divides("d_ff", cfg.d_ff, "tensor", tensor)
-        if cfg.kv_heads % tensor and tensor % cfg.kv_heads:
-            raise ValueError(f"kv_heads={cfg.kv_heads} and tensor={tensor}: one must divide the other")
+
+    # An axis that still is to take the devices left over counts as 1 here; `resolve` brings it back with its size.
+    size = {axis: max(getattr(cfg.ici, axis), 1) * max(getattr(cfg.dcn, axis), 1) for axis in Axes.__slots__}
+    divides("batch / accum", cfg.batch // cfg.accum, "data x fsdp", size["data"] * size["fsdp"])
+    divides("seq", cfg.seq, "context x tensor", size["context"] * size["tensor"])
+    divides("d_model", cfg.d_model, "fsdp", size["fsdp"])
+    divides("heads", cfg.heads, "tensor", size["tensor"])
+    divides("d_ff", cfg.d_ff, "tensor", size["tensor"])
+    if cfg.kv_heads % size["tensor"] and size["tensor"] % cfg.kv_heads:
+        raise ValueError(f"kv_heads={cfg.kv_heads} and tensor={size['tensor']}: one must divide the other")
 
 
 def resolve(cfg, devices):
@@ -196,9 +201,10 @@ KIND = {int: "a whole number", float: "a number", bool: "true or false", str: "a
 
 def nearest(word, names):
     """The name that `word` most likely stands for; `lr` is nearest to `learning_rate` by its initials."""
+    names = list(names)
     initials = {"".join(part[0] for part in n.replace(".", "_").split("_")): n for n in names if "_" in n}
     likeness = lambda name: difflib.SequenceMatcher(None, str(word).lower(), name.lower()).ratio()
-    return initials.get(word) or max(names, key=likeness)
+    return initials.get(str(word).lower()) or max(names, key=likeness)
 
 
 def parse(name, text, kind):
@@ -239,7 +245,10 @@ def override(cfg, words):
         sizes_now = dataclasses.asdict(getattr(cfg, level))
         if sum(s == -1 for s in sizes.values()) == 1:  # asking for another axis to fill moves the -1 there
             sizes_now = {a: 1 if s == -1 else s for a, s in sizes_now.items()}
-        changes[level] = Axes(**sizes_now | sizes)
+        try:
+            changes[level] = Axes(**sizes_now | sizes)
+        except ValueError as error:
+            raise ValueError(f"{level}.{error}") from error
     return replace(cfg, **changes)
 
 

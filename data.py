@@ -2,6 +2,7 @@
 
 The only state of the data is how many sequences have been consumed, so a run resumes at any step, with any batch size.
 `data=python` is the text of the standard library that runs this program: on every machine, about 12 MB.
+Files follow each other in one stream of tokens, as in nanoGPT: a window may hold the end of one and the next's start.
 """
 import glob
 import os
@@ -33,6 +34,8 @@ class Corpus(NamedTuple):
 
 def find(data):
     """{name: path} of the files that `data` means, in an order that depends on nothing but their names."""
+    if not data:
+        raise ValueError("data= names no text; give data=PATH")
     if data == "python":
         root = Path(sysconfig.get_paths()["stdlib"])
         skip = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -43,11 +46,12 @@ def find(data):
         paths = [p for p in root.rglob("*") if p.is_file() and not hidden(p)]
     else:
         names = [data] if os.path.isfile(data) else glob.glob(data, recursive=True)
-        paths = [Path(name) for name in names if os.path.isfile(name)]
+        paths = [Path(name) for name in {os.path.realpath(name) for name in names} if os.path.isfile(name)]
         root = Path(os.path.commonpath([p.parent for p in paths])) if paths else None
     if not paths:
         raise ValueError(f"data={data}: there is no such file, no file in such a folder, none for such a glob; "
                          f"give data=PATH")
+    paths = [p for p in paths if p.stat().st_size] or paths  # an empty file is no document
     return {p.relative_to(root).as_posix(): p for p in sorted(paths)}
 
 
@@ -57,50 +61,64 @@ def split(files, share):
         [(name, text)] = files.items()
         cut = int(len(text) * (1 - share))
         return {name: text[:cut]}, {name: text[cut:]}
-    train, valid, wanted = dict(files), {}, share * sum(map(len, files.values()))
+    left, chosen = share * sum(map(len, files.values())), []
     for name in sorted(files, key=lambda n: zlib.crc32(n.encode())):
-        if len(train) > 1 and sum(map(len, valid.values())) < wanted:
-            valid[name] = train.pop(name)
-    return train, valid
+        if len(files[name]) <= left:
+            chosen.append(name)
+            left -= len(files[name])
+    if left == share * sum(map(len, files.values())):  # nothing fits: the smallest file that holds text
+        chosen = [min((n for n in files if files[n]), key=lambda n: len(files[n]), default=next(iter(files)))]
+    return {n: t for n, t in files.items() if n not in chosen}, {n: files[n] for n in chosen}
 
 
 def bytes_of(path, several):
     """A file's bytes; of several files, each ends in byte 0, which is in no text, to say where the next begins."""
     text = path.read_bytes()
     if 0 in text:
-        raise ValueError(f"{path} is not a text file: byte {text.index(0)} is 0")
+        raise ValueError(f"{path} is not a text file: byte {text.index(0)} is 0; "
+                         f"data='FOLDER/*.txt' takes some files of a folder")
     return text + b"\0" * several
 
 
 def load(cfg):
     """The Corpus of cfg.data. Raises ValueError, with file and remedy, for no text, too little, or beyond vocab."""
     files = find(cfg.data)
-    share = PYTHON_VALID_SHARE if cfg.data == "python" else VALID_SHARE
-    if cfg.tokenizer == "bytes":
-        make = lambda: [np.concatenate([np.frombuffer(t, np.uint8) for t in part.values()])
-                        for part in split({n: bytes_of(p, len(files) > 1) for n, p in files.items()}, share)]
-        train, valid = cached(files, make) if cfg.data == "python" else make()
-        corpus = Corpus(train, valid, lambda text: list(text.encode()),
-                        lambda ids: bytes(map(int, ids)).decode(errors="replace"))
-        if max(train.max(initial=0), valid.max(initial=0)) >= cfg.vocab:
-            refuse_byte(cfg, files)
-    else:
-        texts = split({n: characters(p, bytes_of(p, len(files) > 1)) for n, p in files.items()}, share)
-        codes = [np.frombuffer("".join(part.values()).encode("utf-32-le"), np.uint32) for part in texts]
-        alphabet = np.unique(np.concatenate(codes))
-        dtype = np.uint16 if len(alphabet) <= 2**16 else np.uint32
-        train, valid = (np.searchsorted(alphabet, c).astype(dtype) for c in codes)
-        number = {chr(c): i for i, c in enumerate(alphabet)}
-        corpus = Corpus(train, valid, lambda text: [number[c] for c in text],
-                        lambda ids: "".join(chr(alphabet[i]) for i in ids))
-        if len(alphabet) > cfg.vocab:
-            raise ValueError(f"data={cfg.data} has {len(alphabet)} different characters, more than vocab={cfg.vocab}; "
-                             f"say vocab={len(alphabet)}")
-    for name, tokens, least in (("train", train, 2 * cfg.seq), ("valid", valid, 2)):
+    corpus = (load_bytes if cfg.tokenizer == "bytes" else load_characters)(cfg, files)
+    for name, tokens, least in (("train", corpus.train, 2 * cfg.seq), ("valid", corpus.valid, 2)):
         if len(tokens) < least:
             raise ValueError(f"data={cfg.data}: its {name} part is {len(tokens)} tokens, too few for seq={cfg.seq}: "
                              f"give more text or a smaller seq")
     return corpus
+
+
+def load_bytes(cfg, files):
+    """A token is a byte."""
+    share = PYTHON_VALID_SHARE if cfg.data == "python" else VALID_SHARE
+
+    def make():
+        parts = split({name: bytes_of(path, len(files) > 1) for name, path in files.items()}, share)
+        return [np.frombuffer(b"".join(part.values()), np.uint8) for part in parts]
+
+    train, valid = cached(files, make) if cfg.data == "python" else make()
+    if max(train.max(initial=0), valid.max(initial=0)) >= cfg.vocab:
+        refuse_byte(cfg, files)
+    decode = lambda ids: b"".join(bytes([i]) if i < 256 else b"\xff" for i in ids).decode(errors="replace")
+    return Corpus(train, valid, lambda text: list(text.encode()), decode)
+
+
+def load_characters(cfg, files):
+    """A token is a character; ids number the characters that there are, in the order of their codes."""
+    parts = split({name: characters(path, bytes_of(path, len(files) > 1)) for name, path in files.items()}, VALID_SHARE)
+    codes = [np.frombuffer("".join(part.values()).encode("utf-32-le"), np.uint32) for part in parts]
+    alphabet = np.unique(np.concatenate(codes))
+    if len(alphabet) > cfg.vocab:
+        raise ValueError(f"data={cfg.data} has {len(alphabet)} different characters, more than vocab={cfg.vocab}; "
+                         f"say vocab={len(alphabet)}")
+    dtype = np.uint16 if len(alphabet) <= 2**16 else np.uint32
+    train, valid = (np.searchsorted(alphabet, c).astype(dtype) for c in codes)
+    number = {chr(c): i for i, c in enumerate(alphabet)}
+    decode = lambda ids: "".join(chr(alphabet[i]) if i < len(alphabet) else "\ufffd" for i in ids)
+    return Corpus(train, valid, lambda text: [number[c] for c in text], decode)
 
 
 def refuse_byte(cfg, files):

@@ -115,7 +115,8 @@ def transformer_params(cfg):
         return {f"{name}/{part}": make((D,), None, decay=False) for part in ("scale", "bias")}
 
     def weight(fan_in, xavier, residual=False):
-        """`xavier`: Pax's fan_in + fan_out, which counts the leading axes of its fused shapes with both."""
+        """`xavier` is fan_in + fan_out as Pax has it: of shape (..., m, n), the product of what leads times m + n. Its
+        query, key and value are one (3, D, H, h), so theirs is 3 D (H + h)."""
         if cfg.init == "normal":
             return normal(cfg.init_std)
         if cfg.init == "xavier":
@@ -218,7 +219,7 @@ def rotate(x, phases):
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
 
 
-def dropout(cfg, x, batch, step, layer, site):
+def dropout(cfg, batch, step, layer, site, x):
     """Drops elements of (b, t, D). Each token's mask hangs on seed, step, layer, site, global row and column alone."""
     if step is None or not cfg.dropout:
         return x
@@ -275,10 +276,10 @@ def block(cfg, x, w, mask, phases, drop):
     """One layer, (b, t, D) to (b, t, D): twice x + scatter(f(gather(norm(x)))). Biases come after the sum, so once."""
     y = gather(normalize(cfg, x, w, "attention_norm"), "tensor", 1)
     y = checkpoint_name(scatter(attention(cfg, y, w, mask, phases), "tensor", 1), "out_proj")
-    x = x + drop(biased(y, w["bo"]) if cfg.attention_bias else y, ATTENTION)
+    x = x + drop(ATTENTION, biased(y, w["bo"]) if cfg.attention_bias else y)
     y = gather(normalize(cfg, x, w, "ffn_norm"), "tensor", 1)
     y = checkpoint_name(scatter(ffn(cfg, y, w), "tensor", 1), "ffn2")
-    return x + drop(biased(y, w["b_down"]) if cfg.ffn_bias else y, FFN)
+    return x + drop(FFN, biased(y, w["b_down"]) if cfg.ffn_bias else y)
 
 
 QKV = ("query_proj", "key_proj", "value_proj")
@@ -307,8 +308,9 @@ def remat(cfg, layer):
 def full(cfg, params):
     """Parameters gathered along fsdp and ready for compute; of the layers' stack, the one layer that `params` holds."""
     table = transformer_params(cfg)
-    def one(name, w):  # norms and biases act in float32
-        return unshard(w, table[name].spec[-w.ndim:], cfg.dtype if w.ndim > 1 else jnp.float32, cfg.reduce_dtype)
+    def one(name, w):
+        spec = table[name].spec[-w.ndim:]  # of a layer, without those of the stack
+        return unshard(w, spec, cfg.dtype if w.ndim > 1 else jnp.float32, cfg.reduce_dtype)  # vectors act in float32
     return {name.removeprefix("layers/"): one(name, w) for name, w in params.items()}
 
 
@@ -348,15 +350,15 @@ def forward(cfg, params, batch, step=None, last=slice(None)):
     positions, segments = (gather(batch[n], "tensor", 1) for n in ("positions", "segments"))
     mask = (segments[:, :, None] == segments[:, None, :]) & (positions[:, :, None] >= positions[:, None, :])
     phases = rope(cfg, positions) if cfg.positions == "rope" else None
-    drop = partial(dropout, cfg, batch=batch, step=step)
 
     def layer(x, inputs):
         index, shards = inputs
-        return block(cfg, x, full(cfg, shards), mask, phases, lambda y, site: drop(y, layer=index, site=site)), None
+        drop = partial(dropout, cfg, batch, step, index)
+        return block(cfg, x, full(cfg, shards), mask, phases, drop), None
 
     stack = {n: p.reshape(-1, *p.shape[2:]) for n, p in params.items() if n.startswith("layers/")}
     w = full(cfg, {n: p for n, p in params.items() if n not in stack})
-    x = drop(embed(cfg, w, batch), layer=0, site=EMBED)
+    x = dropout(cfg, batch, step, 0, EMBED, embed(cfg, w, batch))
     x, _ = lax.scan(remat(cfg, layer), x, (jnp.arange(cfg.layers), stack), unroll=cfg.unroll)
     return unembed(cfg, w, gather(normalize(cfg, x, w, "final_norm"), "tensor", 1)[:, last])
 
@@ -372,6 +374,7 @@ def transformer_loss(cfg, params, batch, step=None):
     ids = vocabulary(logits[0, 0])
     mine = lax.stop_gradient(logits)
     top = largest(mine.max(-1), "tensor")  # cancels in the loss, so needs no gradient
+    # The argmax over all parts, of equal logits the first id.
     best = smallest(jnp.where(mine.max(-1) == top, ids[0] + mine.argmax(-1), jnp.iinfo(jnp.int32).max), "tensor")
     is_target = targets[..., None] == ids
     shifted = logits - top[..., None]

@@ -1,4 +1,4 @@
-"""What we tell the compiler and what it tells us: the chips' peak rates and the report of a compiled step."""
+"""What the compiler tells us of a step, and the rates of the chips that it is for."""
 PEAK_FLOPS = {  # bfloat16 matmul FLOP/s of a device, by its `device_kind`, from the vendors' data sheets
     "TPU v4": 275e12, "TPU v5 lite": 197e12, "TPU v5": 459e12, "TPU v6 lite": 918e12, "TPU7x": 1153e12,
     "NVIDIA A100-SXM4-40GB": 312e12, "NVIDIA A100-SXM4-80GB": 312e12,

@@ -195,7 +195,7 @@ def test_axes_have_one_order():
 
 
 def reference_loss(cfg, params, batch):
-    """Mean cross-entropy of (B, T) arrays: no mesh, scan or padding, heads one by one. After the papers, not model.py."""
+    """Mean cross-entropy of (B, T) arrays: no mesh, scan or padding, head by head. After the papers, not model.py."""
     p = {n: (x.reshape(-1, *x.shape[2:]) if n.startswith("layers/") else x) for n, x in params.items()}
     B, T = batch["tokens"].shape
     embedding = p["embed"][: cfg.vocab]
@@ -474,9 +474,8 @@ def test_gradient_of_a_replicated_scalar_inside_shard_map():
     inside = lambda w, x: jax.grad(lambda w: jax.lax.psum(loss(w, x), "data"))(w)
     assert float(run(inside, True)) == 840 and float(run(inside, False)) == 24  # silently wrong
     for check in (True, False):  # a gradient taken outside is right either way
-        f = jax.shard_map(
-            lambda w, x: jax.lax.psum(loss(w, x), "data"), mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=check
-        )
+        summed = lambda w, x: jax.lax.psum(loss(w, x), "data")
+        f = jax.shard_map(summed, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=check)
         assert float(f(w, x)) == 1260 and float(jax.grad(f)(w, x)) == 840
     with pytest.raises(Exception, match="data"):
         run(lambda w, x: jax.grad(loss)(local(w, P()), x), True)
@@ -486,7 +485,7 @@ def test_gradient_of_a_replicated_scalar_inside_shard_map():
 
 
 def group_size(attributes):
-    """Devices in a group of a collective: {{0,1},{2,3}} is written out, [2,2]<=[4] counted, or axes of a mesh are named."""
+    """Devices in a group of a collective: {{0,1},{2,3}} written out, [2,2]<=[4] counted, or axes of a mesh named."""
     written = re.search(r"replica_groups=\{\{([\d,]*)\}", attributes)
     counted = re.search(r"replica_groups=\[\d+,(\d+)\]", attributes)
     named = re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", attributes)
@@ -718,7 +717,7 @@ def masks(cfg, step=0, layer=0, site=1):
 
     def device(rows):
         ones = jnp.ones((len(rows), cfg.seq // cfg.axis("tensor"), 6))
-        return model.dropout(cfg, ones, {"rows": rows}, step, layer, site)
+        return model.dropout(cfg, {"rows": rows}, step, layer, site, ones)
 
     f = jax.shard_map(
         device, mesh=mesh_of(cfg), in_specs=P(mesh_module.BATCH), out_specs=P(mesh_module.BATCH, mesh_module.SEQUENCE)
@@ -750,7 +749,7 @@ def test_dropout_gives_one_gradient_on_every_mesh_accumulation_and_remat():
 
 
 def test_what_is_decayed():
-    """One update of zero gradients at rate 0.1, decay 0.1: decayed leaves shrink by 1%, the rest stay, stacked or not."""
+    """One update of zero gradients at rate 0.1, decay 0.1: decayed leaves shrink by 1%, others stay, stacked or not."""
     for name, everything in (("gpt3", False), ("llama", False), ("c4", True)):
         cfg = family(name, learning_rate=0.1, weight_decay=0.1, schedule="constant", warmup_steps=0)
         table = model.transformer_params(cfg)
@@ -1321,6 +1320,16 @@ BAD = [  # words, and what the one line must name
     ("ici.data=1 ici.data=2", "ici.data is set twice"),
     ("config=tiny", "--config=tiny"),
     ("seed=4294967297", "seed=4294967297.*2.31"),
+    ("learning_rate=1e39", "learning_rate=1e.39.*float32"),
+    ("min_ratio=1.5", "min_ratio=1.5"),
+    ("schedule=exponential min_ratio=0", "min_ratio=0.*exponential"),
+    ("rope_theta=0", "rope_theta=0"),
+    ("dcn.data=0", "dcn.data=0"),
+    ("ici.tensor=2 heads=3 kv_heads=3", "heads=3.*tensor=2"),
+    ("ici.fsdp=2 d_model=127", "d_model=127.*fsdp=2"),
+    ("--config=lsit", "lsit.*list"),
+    ("data=", "data="),
+    ("--mode=compile ici.fsdp=3 d_model=129", "batch / accum=16.*=3"),
     ("--workdir", "--workdir"),
     ("--topology=v9", "v9.*cpu"),
     ("frozen=wqq", "frozen=wqq.*wq"),
@@ -1486,6 +1495,22 @@ def test_text_becomes_tokens_and_back(tmp_path):
         assert np.array_equal(c.train, again.train) and np.array_equal(c.valid, again.valid)
 
 
+def test_ids_beyond_the_text_decode_to_a_mark(tmp_path):
+    file = corpus(tmp_path, a="abc" * 200) + "/a"
+    assert data.load(Config(data=file, tokenizer="chars", seq=16)).decode([0, 200, 2]) == "a\ufffdc"
+    assert data.load(Config(data=file, vocab=300, seq=16)).decode([97, 299, 99]) == "a\ufffdc"
+
+
+def test_validation_is_near_its_share_of_files(tmp_path):
+    sizes = lambda parts: [sum(map(len, part.values())) for part in parts]
+    assert sizes(data.split({"train.txt": b"x" * 100_000, "valid.txt": b"y" * 1000}, 0.1)) == [100_000, 1000]
+    assert sizes(data.split({"a": b"x" * 7000, "b": b"", "c": b"y" * 900}, 0.1)) == [7000, 900]
+    file = corpus(tmp_path, full="some text. " * 200, empty="")
+    assert len(data.load(Config(data=file, seq=16)).valid) == 220
+    train, valid = sizes(data.split({str(i): b"x" * (i % 50) for i in range(1000)}, 0.1))
+    assert abs(valid / (train + valid) - 0.1) < 0.005
+
+
 @pytest.mark.parametrize(
     "files,fields,expected",
     [
@@ -1554,6 +1579,12 @@ FEW = [
 ]
 
 
+def start_run(*words):
+    """train.main with FEW, some of them replaced by `words`."""
+    names = {word.split("=")[0] for word in words}
+    train.main([*(word for word in FEW if word.split("=")[0] not in names), *words])
+
+
 @pytest.fixture
 def text(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -1561,7 +1592,7 @@ def text(tmp_path, monkeypatch):
 
 
 def test_a_run_leaves_what_a_person_wants_to_see(text, capsys, tmp_path):
-    train.main([*FEW, text, "--workdir=w", "ici.fsdp=2", "ici.tensor=2", "ema_decay=0.5"])
+    start_run(text, "--workdir=w", "ici.fsdp=2", "ici.tensor=2", "ema_decay=0.5")
     out, rows = capsys.readouterr().out, train.read_metrics(tmp_path / "w")
     for word in (
         "layers/wq",
@@ -1584,7 +1615,7 @@ def test_a_run_leaves_what_a_person_wants_to_see(text, capsys, tmp_path):
     )
     assert trained[-1]["tokens"] == 6 * 16 * 16 and trained[-1]["mfu"] is None and "eval/valid/accuracy" in evaluated[0]
     assert (
-        Config(**json.loads((tmp_path / "w/config.json").read_text()) | {"ici": Axes(), "dcn": Axes()}).ema_decay == 0.5
+        json.loads((tmp_path / "w/config.json").read_text())["ici.tensor"] == 2
     )
     assert (tmp_path / "w/loss.png").read_bytes()[1:4] == b"PNG" and (tmp_path / "w/checkpoints/6").is_dir()
     assert list((tmp_path / "w/summaries/train").glob("events*")) and list(
@@ -1596,7 +1627,7 @@ def test_tensorboard_reads_the_events(text, tmp_path):
     reader = pytest.importorskip(
         "tensorboard.backend.event_processing.event_accumulator", reason="pip install tensorboard"
     )
-    train.main([*FEW, text, "--workdir=w"])
+    start_run(text, "--workdir=w")
     rows = train.read_metrics(tmp_path / "w")
     for folder, tag, key in (
         ("train", "loss", "loss"),
@@ -1613,11 +1644,11 @@ def test_tensorboard_reads_the_events(text, tmp_path):
 
 
 def test_a_run_goes_on_where_it_was_and_says_when_it_is_done(text, capsys, tmp_path):
-    """Six steps at once, or in two parts with other accumulation and mesh: the same losses. A third start does nothing."""
-    train.main([*FEW, text, "--workdir=whole", "ici.data=1", "ici.fsdp=8", "rounds=2"])
-    train.main([*FEW, text, "--workdir=parts", "ici.data=1", "ici.fsdp=8", "rounds=2", "steps=3", "decay_end=6"])
+    """Six steps at once, or in two parts on other meshes: the same losses. A third start does nothing."""
+    start_run(text, "--workdir=whole", "ici.data=1", "ici.fsdp=8", "rounds=2")
+    start_run(text, "--workdir=parts", "ici.data=1", "ici.fsdp=8", "rounds=2", "steps=3", "decay_end=6")
     (tmp_path / "parts/metrics.jsonl").open("a").write('{"step": 4, "loss": 0}\n{"step": 5, "lo')  # what a kill leaves
-    train.main([*FEW, text, "--workdir=parts", "ici.data=4", "ici.tensor=2", "accum=2", "decay_end=6", "log_every=1"])
+    start_run(text, "--workdir=parts", "ici.data=4", "ici.tensor=2", "accum=2", "decay_end=6", "log_every=1")
     whole, parts = (train.read_metrics(tmp_path / name) for name in ("whole", "parts"))
     for key in ("loss", "eval/valid/log_pplx"):
         a, b = ({r["step"]: r[key] for r in rows if key in r} for rows in (whole, parts))
@@ -1625,36 +1656,44 @@ def test_a_run_goes_on_where_it_was_and_says_when_it_is_done(text, capsys, tmp_p
     assert [r["step"] for r in parts if "loss" in r] == [1, 2, 3, 4, 5, 6]
     capsys.readouterr()
     before = (tmp_path / "parts/metrics.jsonl").read_bytes()
-    train.main([*FEW, text, "--workdir=parts", "decay_end=6"])
+    start_run(text, "--workdir=parts", "decay_end=6")
     assert "nothing to do" in capsys.readouterr().out and before == (tmp_path / "parts/metrics.jsonl").read_bytes()
-    with pytest.raises(SystemExit, match=r"embed: \[256, 16\] there, \[256, 32\] here"):
-        train.main([*FEW, text, "--workdir=parts", "d_model=32"])
+    with pytest.raises(SystemExit, match=r"embed.*\[256, 16\] there, \[256, 32\] here"):
+        start_run(text, "--workdir=parts", "d_model=32")
 
 
-def test_a_run_without_finite_gradients_stops_and_keeps_a_finite_checkpoint(text, capsys, tmp_path):
-    """At a rate of 1e30 the first update sends everything to infinity; the checkpoint before is whole and finite."""
-    train.main([*FEW, text, "--workdir=w", "steps=3", "decay_end=9"])
+def test_a_run_of_bad_steps_stops_and_keeps_finite_checkpoints(text, capsys, tmp_path):
+    """At a rate of 1e30 each update would overflow: none is taken, three in a row end the run, saves are finite."""
+    start_run(text, "--workdir=w", "steps=3", "decay_end=9")
+    reckless = ("steps=40", "learning_rate=1e30", "clip=0", "checkpoint_every=1", "eval_every=100")
     with pytest.raises(SystemExit, match="3 steps in a row.*max_bad_steps"):
-        train.main(
-            [
-                *FEW,
-                text,
-                "--workdir=w",
-                "steps=40",
-                "learning_rate=1e30",
-                "clip=0",
-                "max_bad_steps=3",
-                "checkpoint_every=100",
-                "eval_every=100",
-            ]
-        )
-    assert "bad steps" in capsys.readouterr().out
+        start_run(text, "--workdir=w", "max_bad_steps=3", *reckless)
+    out = capsys.readouterr().out
+    assert "bad steps" in out and "changed since the last start: learning_rate=0.003 is now 1e+30" in out
+    assert train.read_metrics(tmp_path / "w")[-1]["bad_steps"] >= 3
     with checkpoint.checkpoints(tmp_path / "w/checkpoints") as saves:
-        assert saves.latest.step == 3
-    rows = [json.loads(line) for line in (tmp_path / "w/metrics.jsonl").read_text().splitlines()]
-    assert rows[-1]["grad_norm"] is None and "NaN" not in (tmp_path / "w/metrics.jsonl").read_text()
-    train.main([*FEW, text, "--workdir=w", "steps=4", "decay_end=9"])
+        newest = saves.latest.step
+    assert newest > 3
+    start_run(text, "--workdir=w", f"steps={newest + 1}", "decay_end=9")  # another start, another chance
     assert train.read_metrics(tmp_path / "w")[-1]["eval/valid/log_pplx"] < 10
+
+
+def test_a_checkpoint_of_another_state_is_refused_by_name(text, tmp_path):
+    start_run(text, "--workdir=w", "steps=1")
+    for change, name in (("ema_decay=0.9", r"\.ema\['embed'\] absent there, \[256, 16\] here"),
+                         ("frozen=embed", r"mu\['embed'\] \[256, 16\] there, absent here"),
+                         ("layers=4", r"wq'\] \[2, 16, 8, 4\] there, \[4, 16, 8, 4\] here")):
+        with pytest.raises(SystemExit, match=name):
+            start_run(text, "--workdir=w", change)
+    assert json.loads((tmp_path / "w/config.json").read_text())["layers"] == 2  # as the run was
+
+
+def test_each_command_has_a_folder_of_its_own():
+    folder = train.default_workdir
+    assert folder("tiny", []) == "runs/tiny" and folder("tiny", ["steps=5"]) == "runs/tiny,steps=5"
+    assert folder("tiny", ["seed=1", "steps=5"]) == folder("tiny", ["steps=5", "seed=1"])
+    names = [folder("tiny", [f"data={path}"]) for path in ("a/b", "a_b", "a/*", "a/**", "x" * 300, "x" * 301)]
+    assert len(set(names)) == 6 and all(re.fullmatch(r"runs/[\w.,=-]{,170}", name) for name in names)
 
 
 def test_the_loop_compiles_once_and_waits_only_where_it_logs(text, monkeypatch):
@@ -1674,18 +1713,8 @@ def test_the_loop_compiles_once_and_waits_only_where_it_logs(text, monkeypatch):
     get = jax.device_get
     monkeypatch.setattr(train, "make_step", watched)
     monkeypatch.setattr(jax, "device_get", lambda x: (events.append("fetch"), get(x))[1])
-    train.main(
-        [
-            *FEW,
-            text,
-            "--workdir=w",
-            "steps=8",
-            "log_every=3",
-            "eval_every=100",
-            "checkpoint_every=100",
-            "sample_tokens=0",
-        ]
-    )
+    rare = ("eval_every=100", "checkpoint_every=100", "sample_tokens=0")
+    start_run(text, "--workdir=w", "steps=8", "log_every=3", *rare)
     assert watched.step._cache_size() == 1
     expected = ["launch", "launch", "fetch", *["launch"] * 2, "fetch", *["launch"] * 3, "fetch", "launch", "fetch"]
     assert events[: len(expected)] == expected and "launch" not in events[len(expected) :]

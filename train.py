@@ -16,6 +16,7 @@ import re
 import sys
 import textwrap
 import time
+import zlib
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -170,16 +171,21 @@ def make_step(cfg, mesh, task, tx):
         grads, metrics = gradients(state.params, batch, state.step)
         loss, weight = metrics["loss"]
         norm = optax.tree.norm(grads)
-        good = jnp.isfinite(norm) & jnp.isfinite(loss) & (weight > 0)
         updates, opt = tx.update(grads, state.opt, state.params)
         params = optax.apply_updates(state.params, updates)
-        decay = jnp.minimum(cfg.ema_decay, (1.0 + state.step) / (10.0 + state.step))  # short at first, as in Pax
-        ema = state.ema and jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, state.ema, params)
-        old = state.params, state.opt, state.ema
-        params, opt, ema = jax.tree.map(partial(jnp.where, good), (params, opt, ema), old)
+        good = (weight > 0) & jnp.isfinite(loss) & jnp.isfinite(norm) & jnp.isfinite(optax.tree.norm(params))
+
+        ema = None
+        if cfg.ema_decay:
+            decay = jnp.minimum(cfg.ema_decay, (1.0 + state.step) / (10.0 + state.step))  # short at first, as in Pax
+            ema = jax.tree.map(lambda average, p: decay * average + (1 - decay) * p, state.ema, params)
+
+        before = state.params, state.opt, state.ema
+        params, opt, ema = jax.tree.map(partial(jnp.where, good), (params, opt, ema), before)
         bad = 1 - good.astype(jnp.int32)
-        ends = state.bad_in_a_row >= cfg.max_bad_steps  # stays, so that the loop sees it whenever it looks
-        in_a_row = jnp.where(ends, state.bad_in_a_row, (state.bad_in_a_row + 1) * bad)
+        # Once the limit is reached the count stays: the loop, which looks at logged steps only, must not miss it.
+        over = state.bad_in_a_row >= cfg.max_bad_steps
+        in_a_row = jnp.where(over, state.bad_in_a_row, (state.bad_in_a_row + 1) * bad)
         new = State(state.step + 1, params, opt, ema, state.bad_steps + bad, in_a_row)
         return new, metrics | {"grad_norm": norm, "learning_rate": rate(state.step - state.bad_steps),
                                "bad_steps": new.bad_steps, "bad_in_a_row": in_a_row}
@@ -237,18 +243,17 @@ def make_sampler(cfg, mesh, task):
 # ---- what a person sees --------------------------------------------------------------------------------------------
 
 
-def overview(cfg, task, mesh):
+def overview(cfg, table, state):
     """The parameters, a line each: name, shape, placement, count; then totals, and what a device holds of the state."""
-    table = task.params(cfg)
-    copies = 4 if cfg.ema_decay else 3  # parameters, two moments, average
-    here = 4 * copies * sum(math.prod(NamedSharding(mesh, p.spec).shard_shape(p.shape)) for p in table.values())
+    mesh = state.step.sharding.mesh
+    here = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(state))
     tokens = f"{cfg.batch:,} sequences x {cfg.seq:,} = {cfg.batch * cfg.seq:,} tokens a step"
     rows = [(n, " x ".join(map(str, p.shape)), ", ".join(str(axis or "-") for axis in p.spec), f"{math.prod(p.size):,}")
             for n, p in table.items()]
     rows.insert(0, ("parameter", "shape", "placement", "count"))
     a, b, c, d = (max(map(len, column)) for column in zip(*rows))
     text = [f"{name:{a}}  {shape:{b}}  {spec:{c}}  {n:>{d}}" for name, shape, spec, n in rows]
-    text.append(f"{count(table):,} parameters; {here / 2**20:,.1f} MiB of parameters and optimizer on each device")
+    text.append(f"{count(table):,} parameters; {here / 2**20:,.1f} MiB of state (parameters, moments) on each device")
     text.append(f"mesh {' x '.join(f'{axis} {mesh.shape[axis]}' for axis in AXES)} = {mesh.size} "
                 f"{mesh.devices.flat[0].device_kind}; {tokens}")
     return "\n".join(text)
@@ -269,7 +274,7 @@ PAX_TAGS = {  # TensorBoard tags that Pax's users know
 class Journal:
     """What a run tells: lines on the terminal; in its workdir metrics.jsonl, TensorBoard events and loss.png."""
 
-    def __init__(self, cfg, mesh, task, workdir, step):
+    def __init__(self, cfg, mesh, task, workdir, step, about):
         """Keeps rows up to `step`: what a run that was cut off wrote after its last checkpoint comes again."""
         from tensorboardX import SummaryWriter
         self.cfg, self.workdir, self.devices = cfg, workdir, mesh.size
@@ -280,7 +285,7 @@ class Journal:
         self.file = open(workdir / "metrics.jsonl", "a", buffering=1)
         self.writers = {name: SummaryWriter(str(workdir / "summaries" / name), purge_step=step + 1 if step else None)
                         for name in ("train", "eval_test_valid")}
-        self.writers["train"].add_text("parameters", "    " + overview(cfg, task, mesh).replace("\n", "\n    "), step)
+        self.writers["train"].add_text("parameters", "    " + about.replace("\n", "\n    "), step)
         self.bad_steps, self.step, self.time = 0, step, time.perf_counter()
 
     def lap(self, step):
@@ -311,7 +316,7 @@ class Journal:
               f"MFU {'unknown' if row['mfu'] is None else format(row['mfu'], '.1%')}  "
               f"{clock((cfg.steps - step) * step_time)} left", flush=True)
         if row["bad_steps"] > self.bad_steps:
-            why = "with 0 valid tokens" if not weight else "whose loss or gradient is not finite"
+            why = "with 0 valid tokens" if not weight else "whose loss, gradient or update is not finite"
             print(f"step {step}: {row['bad_steps']} bad steps by now, {why}: they moved nothing", flush=True)
             self.bad_steps = row["bad_steps"]
         if report["bad_in_a_row"] >= cfg.max_bad_steps:
@@ -360,7 +365,8 @@ def plot(workdir):
             axes.plot(*zip(*points), label=f"{label} (last {points[-1][1]:.3f})", **style)
     axes.set(xlabel="step", ylabel="loss (nats per token)", title=workdir.name)
     axes.grid(alpha=0.3)
-    axes.legend()
+    if axes.lines:
+        axes.legend()
     figure.tight_layout()
     part = workdir / "loss.part.png"  # renamed when whole
     figure.savefig(part)
@@ -394,23 +400,17 @@ def averaged(cfg, state):
     return state.ema if cfg.ema_decay and cfg.eval_ema else state.params
 
 
-def sizes(table):
-    return {name: list(p.size) for name, p in table.items()}
-
-
 def first_state(cfg, mesh, table, tx, saves):
-    """(state, sequences consumed) of the newest checkpoint, or a new one. Refuses a checkpoint of another model."""
+    """(state, sequences consumed) of the newest checkpoint, or a new one."""
     target = abstract_state(cfg, mesh, table, tx)
     if not saves.latest:
         return jax.jit(partial(init_state, cfg, table, tx), out_shardings=places(target))(), 0
-    facts, wanted = checkpoint.facts(saves), sizes(table)
-    differ = [f"{name}: {facts['sizes'].get(name, 'absent')} there, {wanted.get(name, 'absent')} here"
-              for name in sorted({*facts["sizes"], *wanted}) if facts["sizes"].get(name) != wanted.get(name)]
-    if differ:
-        raise SystemExit(f"train.py: the checkpoint of step {saves.latest.step} is of another model "
-                         f"({'; '.join(differ)}); go on with that model, or begin in another --workdir")
-    state = checkpoint.restore(saves, target)
-    return state._replace(bad_in_a_row=0 * state.bad_in_a_row), facts["sequences"]  # started again: a new chance
+    try:
+        state = checkpoint.restore(saves, target)
+    except ValueError as error:
+        refuse(f"{error}; go on as that run was, or begin in another --workdir")
+    sequences = checkpoint.facts(saves)["sequences"]
+    return state._replace(bad_in_a_row=0 * state.bad_in_a_row), sequences  # started again: a new chance
 
 
 def train(cfg, mesh, task, corpus, workdir):
@@ -418,7 +418,8 @@ def train(cfg, mesh, task, corpus, workdir):
     table = task.params(cfg)
     tx = make_optimizer(cfg, table)
     run_step, run_eval = make_step(cfg, mesh, task, tx), make_eval(cfg, mesh, task)
-    print(overview(cfg, task, mesh), flush=True)
+    about = overview(cfg, table, abstract_state(cfg, mesh, table, tx))
+    print(about, flush=True)
 
     with checkpoint.checkpoints(workdir / "checkpoints") as saves:
         state, sequences = first_state(cfg, mesh, table, tx, saves)
@@ -426,12 +427,14 @@ def train(cfg, mesh, task, corpus, workdir):
         if first:
             print(f"continues from step {first}, found in {workdir}")
         if first >= cfg.steps:
-            print(f"steps={cfg.steps} are taken: nothing to do (steps=N goes on, another --workdir begins again)")
+            print(f"steps={cfg.steps} are taken: nothing to do. To go on: --workdir={workdir} steps=N")
             return
-        with contextlib.closing(Journal(cfg, mesh, task, workdir, first)) as journal:
+        keep_config(cfg, workdir)
+        with contextlib.closing(Journal(cfg, mesh, task, workdir, first, about)) as journal:
             batches, running, unread = data.stream(cfg, corpus.train, sequences), collections.deque(), None
+            specs = task.batch(cfg)
             for step in range(first + 1, cfg.steps + 1):
-                state, report = run_step(state, next(batches))
+                state, report = run_step(state, data.put(mesh, specs, next(batches)))
                 if step == first + 1:
                     print(f"compiled in {journal.lap(first)[0]:.1f} s", flush=True)
                 if unread:  # a report is read when the step after it is under way
@@ -439,7 +442,7 @@ def train(cfg, mesh, task, corpus, workdir):
                 last, consumed = step == cfg.steps, sequences + (step - first) * cfg.batch
                 logs, evaluates, saving = (last or step % every == 0
                                            for every in (cfg.log_every, cfg.eval_every, cfg.checkpoint_every))
-                unread = (step, report, consumed * cfg.seq) if logs or step == first + 1 else None
+                unread = (step, report, consumed * cfg.seq) if logs or step == 1 else None
                 if unread and (evaluates or saving):
                     journal.trained(*unread)
                     unread = None
@@ -447,7 +450,7 @@ def train(cfg, mesh, task, corpus, workdir):
                     result = evaluate(cfg, run_eval, averaged(cfg, state), mesh, task, corpus.valid)
                     journal.evaluated(step, "valid", result)
                 if saving:
-                    checkpoint.save(saves, step, state, {"sequences": consumed, "sizes": sizes(table)})
+                    checkpoint.save(saves, step, state, {"sequences": consumed})
                 if evaluates or saving:
                     journal.lap(step)  # their time is not the steps'
                 running.append(report)
@@ -456,7 +459,8 @@ def train(cfg, mesh, task, corpus, workdir):
     if cfg.sample_tokens:
         prompt = corpus.valid[:min(32, cfg.seq)]
         ids = make_sampler(cfg, mesh, task)(averaged(cfg, state), prompt, jax.random.key(cfg.seed))
-        print(f"---- the model goes on from {corpus.decode(prompt)!r}:\n{corpus.decode(np.asarray(ids))}\n----")
+        said = corpus.decode(np.asarray(ids)[len(prompt):])
+        print(f"---- from {corpus.decode(prompt)!r} the model goes on:\n{said}\n----")
     print(f"{workdir / 'loss.png'}, beside it metrics.jsonl, TensorBoard events, and checkpoints/{cfg.steps}")
 
 
@@ -464,6 +468,11 @@ def train(cfg, mesh, task, corpus, workdir):
 
 FLAGS = {"config": "tiny", "workdir": "", "mode": "train", "topology": ""}
 TASK = transformer
+
+
+def refuse(reason):
+    """Ends the program with one line."""
+    raise SystemExit(f"train.py: {' '.join(str(reason).split())}")
 
 
 def show_configs():
@@ -494,7 +503,7 @@ def compile_step(cfg, mesh, task):
     batch = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, specs[name]))
              for name, x in shapes.items()}
     state = abstract_state(cfg, mesh, task.params(cfg), tx)
-    print(overview(cfg, task, mesh), flush=True)
+    print(overview(cfg, task.params(cfg), state), flush=True)
     since = time.perf_counter()
     compiled = make_step(cfg, mesh, task, tx).lower(state, batch).compile()
     print(f"compiled in {time.perf_counter() - since:.1f} s for {mesh.size} {mesh.devices.flat[0].device_kind} devices")
@@ -512,31 +521,46 @@ def main(argv):
         name, mode = flags["config"], flags["mode"]
         if name == "list":
             return show_configs()
-        for flag, known in (("config", configs.CONFIGS), ("mode", MODES), ("topology", ("", "cpu"))):
-            if flags[flag] not in known:
-                raise ValueError(f"--{flag}={flags[flag]}: no such {flag}; did you mean "
-                                 f"{configs.nearest(flags[flag], known)}? There are: {', '.join(filter(None, known))}")
+        for flag, known in (("config", [*configs.CONFIGS, "list"]), ("mode", MODES), ("topology", ["cpu"])):
+            word = flags[flag]
+            if word and word not in known:
+                raise ValueError(f"--{flag}={word}: no such {flag}; did you mean {configs.nearest(word, known)}? "
+                                 f"There are: {', '.join(known)}")
         cfg = configs.override(configs.CONFIGS[name](), words)
         is_frozen(cfg, TASK.params(cfg))
     except ValueError as error:
-        raise SystemExit(f"train.py: {error}") from error
+        refuse(error)
     logging.set_verbosity(logging.ERROR)  # Orbax narrates
-    # The same command finds its own folder again; another has another.
-    workdir = Path(flags["workdir"] or Path("runs") / ",".join([name, *sorted(words)]).replace("/", "_")[:200])
-    MODES[mode](name, cfg, workdir)
+    MODES[mode](name, cfg, Path(flags["workdir"] or default_workdir(name, words)))
+
+
+def default_workdir(name, words):
+    """runs/NAME, with the fields that were set: the same command finds its folder again, another has another."""
+    said = ",".join([name, *sorted(words)])
+    plain = re.sub(r"[^\w.,=+-]", "_", said)[:150]
+    return f"runs/{plain}" + (f"-{zlib.crc32(said.encode()):08x}" if plain != said else "")
 
 
 def run_training(name, cfg, workdir):
     try:  # what is wrong with devices or data ends the run in one line, before any compile
         cfg, mesh = on_devices(cfg)
         corpus = data.load(cfg)
+        workdir.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as error:
-        raise SystemExit(f"train.py: {name}: {error}") from error
+        refuse(f"{name}: {error}")
     said = " ".join(f"{key}={value}" for key, value in flat(cfg).items())
     print(textwrap.fill(f"{name}: {said}", 120, subsequent_indent="  "))
-    workdir.mkdir(parents=True, exist_ok=True)
-    (workdir / "config.json").write_text(json.dumps(dataclasses.asdict(cfg), indent=1))
     train(cfg, mesh, TASK, corpus, workdir)
+
+
+def keep_config(cfg, workdir):
+    """Writes config.json, and says what is not as it was in the run that is being continued."""
+    path, now = workdir / "config.json", flat(cfg)
+    before = json.loads(path.read_text()) if path.exists() else now
+    for key in sorted({*before, *now}):
+        if before.get(key) != now.get(key):
+            print(f"changed since the last start: {key}={before.get(key)} is now {now.get(key)}")
+    path.write_text(json.dumps(now, indent=1))
 
 
 def run_compile(name, cfg, workdir):
@@ -544,7 +568,11 @@ def run_compile(name, cfg, workdir):
     wanted = math.prod(size for level in (cfg.ici, cfg.dcn) for size in dataclasses.astuple(level) if size != -1)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", wanted)
-    compile_step(*on_devices(cfg), TASK)
+    try:
+        cfg, mesh = on_devices(cfg)
+    except ValueError as error:
+        refuse(f"{name}: {error}")
+    compile_step(cfg, mesh, TASK)
 
 
 MODES = {"train": run_training, "compile": run_compile}
