@@ -211,15 +211,10 @@ def parse(name, text, kind):
     """`text` as a value of type `kind`. Raises ValueError naming the field."""
     if typing.get_origin(kind) is Literal:
         return text  # `check` knows the choices
-    if kind is bool:
-        if text.lower() in ("true", "false"):
-            return text.lower() == "true"
-    else:
-        try:
-            return kind(text)
-        except ValueError as error:
-            raise ValueError(f"{name}={text}: {name} is {KIND[kind]}, and {text!r} is not") from error
-    raise ValueError(f"{name}={text}: {name} is {KIND[kind]}, and {text!r} is not")
+    try:
+        return {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"{name}={text}: {name} is {KIND[kind]}, and {text!r} is not") from error
 
 
 def override(cfg, words):

@@ -61,14 +61,15 @@ def split(files, share):
         [(name, text)] = files.items()
         cut = int(len(text) * (1 - share))
         return {name: text[:cut]}, {name: text[cut:]}
-    left, chosen = share * sum(map(len, files.values())), []
+    left, valid = share * sum(map(len, files.values())), {}
     for name in sorted(files, key=lambda n: zlib.crc32(n.encode())):
         if len(files[name]) <= left:
-            chosen.append(name)
+            valid[name] = files[name]
             left -= len(files[name])
-    if left == share * sum(map(len, files.values())):  # nothing fits: the smallest file that holds text
-        chosen = [min((n for n in files if files[n]), key=lambda n: len(files[n]), default=next(iter(files)))]
-    return {n: t for n, t in files.items() if n not in chosen}, {n: files[n] for n in chosen}
+    if not any(valid.values()):  # no text fits: the smallest file that holds some
+        name = min((n for n in files if files[n]), key=lambda n: len(files[n]), default=next(iter(files)))
+        valid = {name: files[name]}
+    return {name: text for name, text in files.items() if name not in valid}, valid
 
 
 def bytes_of(path, several):

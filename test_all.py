@@ -322,7 +322,7 @@ def pairwise(*choices, allowed=lambda *_: True):
 
 
 def cover():
-    if "--all" in sys.argv or os.environ.get("TEST_ALL"):
+    if "--all" in sys.argv:
         return [(d, f, t, name, accum) for d, f, t in SIZES for name in FAMILIES for accum in (1, 4)]
     return pairwise(
         (1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8), tuple(FAMILIES), (1, 4), allowed=lambda d, f, t, *_: d * f * t <= 8
@@ -1730,6 +1730,4 @@ def test_shakespeare_is_what_nanogpt_trains_on():
 
 if __name__ == "__main__":
     arguments = [a for a in sys.argv[1:] if a not in ("--all", "--soak", "--bench")]
-    if "--all" in sys.argv:
-        os.environ["TEST_ALL"] = "1"
     raise SystemExit(pytest.main([str(HERE / "test_all.py"), "-q", "-p", "no:cacheprovider", *arguments]))
