@@ -75,8 +75,14 @@ class Config:
     topology: str = "any"          # the devices that the config was made for
 
     # data
-    data: str = "python"           # python: the standard library's sources; else a text file, a folder or a glob
-    tokenizer: Literal["bytes", "chars"] = "bytes"
+    data: str = "python"           # text, a folder of tokens, a URL, FILE.py:CLASS, A:0.7,B:0.3: see data.py
+    tokenizer: str = ""            # of text: bytes (also ""), chars, FILE.model, tokenizer.json; of tokens: as they say
+    packing: Literal["concat", "pack", "single"] = "concat"  # documents cut each seq, fitted into rows, or one in a row
+    epochs: int = 0                # of the data; 0 (inf) is without end
+    eval_data: str = ""            # "": a part of data that is left out of training
+    eval_batches: int = 0          # that an evaluation reads; 0 (all) is all there are
+    eval_reset: bool = True        # each evaluation begins at the first of them, not where the last one ended
+    data_timeout: float = 60.0     # seconds for which a URL that does not answer is asked again
     batch: int = 16                # global sequences a step
     accum: int = 1                 # micro-batches a step
 
@@ -120,7 +126,8 @@ class Config:
 
 FRACTIONS = ("dropout", "ema_decay", "beta1", "beta2")  # in [0, 1)
 # Other whole numbers are sizes, of 1 or more.
-MAY_BE_ZERO = ("decay_start", "decay_end", "schedule_start", "warmup_steps", "seed", "sample_tokens")
+NO_LIMIT = {"epochs": "inf", "eval_batches": "all"}  # what a command line may call their 0
+MAY_BE_ZERO = ("decay_start", "decay_end", "schedule_start", "warmup_steps", "seed", "sample_tokens", *NO_LIMIT)
 
 
 def check(cfg):
@@ -145,6 +152,8 @@ def check(cfg):
         if size % count:
             raise ValueError(f"{what}={size} is not divisible by {by}={count}")
 
+    if not cfg.eval_reset and not cfg.eval_batches:
+        raise ValueError("eval_reset=false goes on where the last evaluation ended: say how far, eval_batches=N")
     divides("layers", cfg.layers, "rounds", cfg.rounds)
     divides("batch", cfg.batch, "accum", cfg.accum)
     divides("heads", cfg.heads, "kv_heads", cfg.kv_heads)
@@ -211,6 +220,8 @@ def parse(name, text, kind):
     """`text` as a value of type `kind`. Raises ValueError naming the field."""
     if typing.get_origin(kind) is Literal:
         return text  # `check` knows the choices
+    if text == NO_LIMIT.get(name, "0"):
+        return 0
     try:
         return {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
     except (KeyError, ValueError) as error:

@@ -2,22 +2,29 @@
 
     python test_all.py [--all] [--soak] [--bench] [pytest arguments]
 
-Eight CPU devices stand for a pod. `--all` runs every combination of what the ordinary run covers in pairs.
+Eight CPU devices stand for a pod. `--all` runs every combination of what the ordinary run covers in pairs, `--soak`
+what takes minutes; `--bench` prints ratios of times instead. Without arguments two processes share the tests.
 """
 
 import dataclasses
+import gzip
+import http.server
 import itertools
 import json
 import math
 import os
 import re
+import socket
 import subprocess
 import sys
+import threading
 import time
 import typing
 from functools import cache, partial
 from pathlib import Path
 
+FLAGS = ("--all", "--soak", "--bench")
+ASKED = os.environ.setdefault("TESTS_ASKED", " ".join(a for a in sys.argv if a in FLAGS)).split()  # workers inherit it
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
@@ -150,12 +157,19 @@ def start(cfg, noise=True):
     )
 
 
+def one_document_a_row(text):
+    """{name: (B, T)} of (B, T + 1) ids."""
+    positions = np.broadcast_to(np.arange(text.shape[1], dtype=np.int32), text.shape)
+    batch = data.as_batch(text.astype(np.int32), np.ones(text.shape, np.int32), positions, np.arange(len(text)), 1)
+    return {name: x[0].copy() for name, x in batch.items()}
+
+
 def packed(cfg, seed):
     """A batch of rows that hold several documents, of weights that differ, with rows and ends that weigh nothing."""
     rng = np.random.default_rng(seed)
     b, t = cfg.batch, cfg.seq
-    batch = data.as_batch(rng.integers(0, cfg.vocab, (b, t + 1)), rng.random((b, t)) * (rng.random((b, t)) < 0.7), 1)
-    batch = {name: x[0].copy() for name, x in batch.items()}
+    batch = one_document_a_row(rng.integers(0, cfg.vocab, (b, t + 1)))
+    batch["weights"] = (rng.random((b, t)) * (rng.random((b, t)) < 0.7)).astype(np.float32)
     for row in range(b):
         for cut in sorted(rng.choice(np.arange(1, t), 2, replace=False)):
             batch["segments"][row, cut:] += 1
@@ -170,7 +184,8 @@ def split(cfg, batch):
 
 
 def put(cfg, mesh, batch, task=model.transformer):
-    return data.put(mesh, task.batch(cfg), split(cfg, batch))
+    micro = cfg.batch // cfg.accum
+    return data.put(mesh, task.batch(cfg), split(cfg, batch), np.arange(micro), micro)
 
 
 def close(a, b, what="", tolerance=1e-5):
@@ -322,7 +337,7 @@ def pairwise(*choices, allowed=lambda *_: True):
 
 
 def cover():
-    if "--all" in sys.argv:
+    if "--all" in ASKED:
         return [(d, f, t, name, accum) for d, f, t in SIZES for name in FAMILIES for accum in (1, 4)]
     return pairwise(
         (1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8), tuple(FAMILIES), (1, 4), allowed=lambda d, f, t, *_: d * f * t <= 8
@@ -595,8 +610,7 @@ def stub(cfg):
 def stub_batch(values, weights, second=()):
     """(B, T) of values and weights; rows in `second` act on w[1]."""
     values, weights = np.asarray(values, np.float32), np.asarray(weights, np.float32)
-    batch = data.as_batch(np.zeros((len(values), values.shape[1] + 1)), weights, 1)
-    batch = {name: x[0].copy() for name, x in batch.items()}
+    batch = one_document_a_row(np.zeros((len(values), values.shape[1] + 1))) | {"weights": weights}
     batch["positions"] = np.round(100 * values).astype(np.int32)
     batch["segments"][list(second)] = 2
     return batch
@@ -754,7 +768,7 @@ def test_what_is_decayed():
         cfg = family(name, learning_rate=0.1, weight_decay=0.1, schedule="constant", warmup_steps=0)
         table = model.transformer_params(cfg)
         _, tx, state = start(cfg)
-        updates, _ = tx.update(jax.tree.map(jnp.zeros_like, state.params), state.opt, state.params)
+        updates, _ = jax.jit(tx.update)(jax.tree.map(jnp.zeros_like, state.params), state.opt, state.params)
         for leaf, p in table.items():
             vector = leaf.split("/")[-1] in (
                 "scale",
@@ -1078,9 +1092,10 @@ def test_evaluation_is_the_same_for_any_batch_and_mesh():
             first_state(family("gpt3"), True).params,
             shardings(mesh, model.transformer_params(cfg)),
         )
-        results.append(
-            train.evaluate(cfg, train.make_eval(cfg, mesh, model.transformer), params, mesh, model.transformer, tokens)
-        )
+        source, micro = whole(cfg, data.Memory("tokens", tokens, np.array([0, 403]))), cfg.batch // cfg.accum
+        own, specs = np.arange(micro), model.transformer.batch(cfg)
+        batches = (data.put(mesh, specs, b, own, micro) for b in data.eval_batches(cfg, source, "", own, 0))
+        results.append(train.evaluate(train.make_eval(cfg, mesh, model.transformer), params, batches))
     cfg = family("gpt3")
     nll = 0.0
     for i in range(0, 402, 16):  # by the reference, window by window
@@ -1177,14 +1192,15 @@ def test_every_field_is_read_outside_configs():
 def test_flipping_a_field_changes_what_is_computed():
     """The step, the parameter table, the sampler or the data: something must differ for every field of the math."""
     rng = np.random.default_rng(0)
-    tokens = rng.integers(0, 61, 4000).astype(np.uint8)
+    store = data.Memory("tokens", rng.integers(0, 59, 4000).astype(np.uint8), np.arange(0, 4001, 10))
 
     def views(cfg):  # the cheap ones first
         mesh, table = mesh_of(cfg), model.transformer_params(cfg)
         tx = train.make_optimizer(cfg, table)
         batch = jax.eval_shape(partial(data.blank, cfg))
         yield model.transformer_flops(cfg), [p[:2] for p in table.values()], batch
-        yield data.rows(cfg, tokens, 0).tolist()
+        shuffled = data.Shuffled(data.Documents(cfg, store, 0, 4000), cfg.seed, "tokens")
+        yield data.build(cfg, shuffled, 0, np.arange(cfg.batch // cfg.accum))["tokens"].tolist()
         init = partial(train.init_state, cfg, table, tx)
         yield jax.eval_shape(init)
         state = jax.eval_shape(init)
@@ -1257,6 +1273,7 @@ def test_flipping_a_field_changes_what_is_computed():
         seed=1,
         temperature=0.3,
         sample_tokens=3,
+        packing="pack",
     )
     assert not differ(base, family("llama", ici=Axes(fsdp=2)))
     for name, value in flips.items():
@@ -1272,6 +1289,11 @@ def test_flipping_a_field_changes_what_is_computed():
         "topology",
         "data",
         "tokenizer",
+        "epochs",
+        "eval_data",
+        "eval_batches",
+        "eval_reset",
+        "data_timeout",
         "eval_ema",
         "log_every",
         "eval_every",
@@ -1433,40 +1455,184 @@ def test_the_order_is_a_permutation_that_a_key_picks():
     assert abs(np.diff(big).astype(float).std() / (50_000 / 6**0.5) - 1) < 0.02  # as of independent draws
 
 
+def memory(lengths, seed=0, vocab=50):
+    """A store of random documents."""
+    starts = np.cumsum([0, *lengths]).astype(np.int64)
+    ids = np.random.default_rng(seed).integers(0, vocab, starts[-1])
+    return data.Memory("documents", ids.astype(np.uint16), starts)
+
+
+def whole(cfg, store):
+    return data.Documents(cfg, store, 0, len(store.tokens))
+
+
 def test_batches_are_a_function_of_seed_and_index():
-    cfg, tokens = Config(seq=16, batch=8), np.arange(2000).astype(np.uint16)
-    n = data.windows(tokens, 16)
-    stream = data.stream(cfg, tokens, 0)
-    rows = np.concatenate([next(stream)["tokens"][0] for _ in range(2 * n // 8 + 1)])
-    for first in (0, 8, 800):  # seeking is another first
-        assert (
-            np.array_equal(
-                next(data.stream(cfg, tokens, first))["tokens"][0], np.concatenate([rows[first : first + 8]])
-            )
-            or first >= len(rows) - 8
-        )
-    assert np.array_equal(
-        np.concatenate([data.rows(dataclasses.replace(cfg, batch=4), tokens, i) for i in (0, 4)])[:, :-1], rows[:8]
-    )
-    for epoch in (0, 1):  # an epoch's windows tile the text: no token twice
-        seen = rows[epoch * n : (epoch + 1) * n].ravel()
-        assert len(set(seen)) == len(seen) == 16 * n
-    assert set(rows[:n, 0]) != set(rows[n : 2 * n, 0])  # cut elsewhere the next time
-    assert (data.rows(dataclasses.replace(cfg, seed=1), tokens, 0)[:, :-1] != rows[:8]).any()
-    batch = next(data.stream(dataclasses.replace(cfg, accum=2), tokens, 0))
-    assert batch["tokens"].shape == (2, 4, 16) and np.array_equal(
-        batch["targets"][:, :, :-1], batch["tokens"][:, :, 1:]
-    )
+    cfg = Config(seq=16, batch=8, vocab=2000)
+    source = whole(cfg, data.Memory("count", np.arange(2000).astype(np.uint16), np.array([0, 2000])))
+    n, order, own = len(source), data.Shuffled(source, 0, ""), np.arange(8)
+    assert n == 125
+    build = lambda first, cfg=cfg, order=order: data.build(cfg, order, first, np.arange(cfg.batch // cfg.accum))
+    rows = np.concatenate([build(first)["tokens"][0] for first in range(0, 2 * n + 8, 8)])
+    corpus = data.Corpus(order, {}, None, lambda: None)
+    for first in (0, 8, 240):  # seeking is another first; so is another batch size
+        stream = data.stream(cfg, corpus, first, own)
+        for i in range(2 if first < 240 else 1):
+            assert np.array_equal(next(stream)["tokens"][0], rows[first + 8 * i : first + 8 * i + 8])
+        stream.close()
+    small = dataclasses.replace(cfg, batch=4)
+    assert np.array_equal(np.concatenate([build(i, small)["tokens"][0] for i in (0, 4)]), rows[:8])
+    for epoch in (0, 1):  # an epoch's rows tile the text: no token twice
+        seen = rows[epoch * n : (epoch + 1) * n]
+        assert sorted(seen[seen.any(1)].ravel()) == sorted(np.arange(2000))
+    assert (rows[:n] != rows[n : 2 * n]).any()
+    assert (build(0, order=data.Shuffled(source, 1, ""))["tokens"][0] != rows[:8]).any()
+    batch = build(0, dataclasses.replace(cfg, accum=2))
+    assert batch["tokens"].shape == (2, 4, 16)
+    assert np.array_equal(batch["targets"][:, :, :-1], batch["tokens"][:, :, 1:])
     assert batch["rows"].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
+def test_seeking_costs_nothing():
+    cfg = Config(seq=16, batch=64, vocab=50)
+    order = data.Shuffled(whole(cfg, memory([40] * 5000)), 0, "")
+    for first in (0, 64 * 10**6, 10**12):
+        since = time.perf_counter()
+        data.build(cfg, order, first, np.arange(64))
+        assert time.perf_counter() - since < 0.1
+
+
+LENGTHS = (3, 1, 16, 17, 18, 33, 34, 5, 0, 100, 2, 2, 7)
+
+
+def by_hand(cfg, store, pieces):
+    """A row of (document, first token, tokens), written with nothing of data.py."""
+    row = {name: [] for name in ("tokens", "targets", "weights", "segments", "positions")}
+    text = [(store.tokens[store.starts[d] + a + i], s + 1, i) for s, (d, a, n) in enumerate(pieces) for i in range(n)]
+    text += [(0, 0, None)] * (cfg.seq + 1 - len(text))
+    for (token, segment, position), (target, following, _) in itertools.pairwise(text):
+        row["tokens"].append(int(token))
+        row["targets"].append(int(target))
+        row["weights"].append(float(segment == following != 0))
+        row["segments"].append(segment)
+        row["positions"].append(position)
+    return row
+
+
+@pytest.mark.parametrize("packing", typing.get_args(Config.__dataclass_fields__["packing"].type))
+def test_rows_are_those_made_by_hand(packing):
+    """All of a row, in each packing; and each token of a document but its first is a target once."""
+    cfg = Config(seq=16, batch=4, packing=packing, vocab=50)
+    store = memory(LENGTHS)
+    source = whole(cfg, store)
+    document = np.repeat(np.arange(len(LENGTHS)), LENGTHS)
+    batch = data.as_batch(*data.assemble(cfg, source, np.arange(len(source)), len(source)), np.arange(len(source)), 1)
+    seen = []
+    for r in range(len(source)):
+        start, length, _ = source.parts(np.array([r]))
+        places = [p for a, n in zip(start.tolist(), length.tolist()) for p in range(a, a + n)]
+        seen += places
+        pieces = [(d, group[0] - store.starts[d], len(group)) for (d, _), g in itertools.groupby(
+            enumerate(places), key=lambda p: (document[p[1]], p[1] - p[0])) for group in [[p for _, p in g]]]
+        expected = by_hand(cfg, store, pieces)
+        real = np.array(expected["segments"]) > 0
+        for name, values in expected.items():
+            mine, theirs = batch[name][0, r], np.array(values, object)
+            assert (mine[real] == theirs[real]).all(), (packing, r, name)
+            assert name == "positions" or (mine[~real] == 0).all()
+        assert packing == "concat" or packing == "pack" or len(pieces) == 1
+    assert set(seen) == set(range(sum(LENGTHS)))  # nothing is dropped
+    assert batch["weights"].sum() == sum(max(n - 1, 0) for n in LENGTHS)
+    if packing == "concat":
+        assert len(source) == -(-(sum(LENGTHS) - 1) // 16)
+
+
+def test_the_end_of_a_document_predicts_nothing():
+    """[1,2,3,E] [4,5,E] pad: weights 1,1,1,0,1,1,0,0; also where a document ends on the last column."""
+    for lengths, weights in (((4, 3), [1, 1, 1, 0, 1, 1, 0, 0]), ((8, 3), [1] * 7 + [0]), ((9,), [1] * 8)):
+        cfg = Config(seq=8, packing="concat", vocab=50)
+        batch = data.as_batch(*data.assemble(cfg, whole(cfg, memory(lengths)), np.array([0]), 1), [0], 1)
+        assert batch["weights"][0, 0].tolist() == weights
+    assert batch["segments"][0, 0].tolist() == [1] * 8
+
+
+def test_best_fit_is_best_fit():
+    """As many rows, as full, as by the book: one piece at a time, longest first."""
+    rng = np.random.default_rng(0)
+    for space in (5, 17, 64):
+        lengths = rng.integers(1, space + 1, 300)
+        row, rows = data.best_fit(lengths, space)
+        free = []
+        for n in sorted(lengths.tolist(), reverse=True):
+            fits = [i for i, room in enumerate(free) if room >= n]
+            i = min(fits, key=lambda i: free[i], default=len(free))
+            free[i:i + 1] = [(free[i] if fits else space) - n]
+        filled = np.bincount(row, lengths, minlength=rows)
+        assert rows == len(free) and filled.max() <= space
+        assert sorted(filled) == sorted(space - room for room in free)
+
+
 def test_validation_holds_each_token_once():
+    """Whatever the batch; the last one is filled up with rows that weigh nothing."""
     for n in (2, 16, 17, 18, 129, 300):
-        tokens = np.arange(1, n + 1).astype(np.uint16)
-        batches = list(data.once(Config(seq=16, batch=4), tokens))
+        cfg = Config(seq=16, batch=4, vocab=400)
+        source = whole(cfg, data.Memory("count", np.arange(1, n + 1).astype(np.uint16), np.array([0, n])))
+        batches = list(data.eval_batches(cfg, source, "valid", np.arange(4), 0))
         targets = np.concatenate([b["targets"][b["weights"] == 1] for b in batches])
-        assert targets.tolist() == list(range(2, n + 1))
+        assert targets.tolist() == list(range(2, n + 1)) and {b["tokens"].shape for b in batches} == {(1, 4, 16)}
         assert all((b["tokens"] + 1 == b["targets"])[b["weights"] == 1].all() for b in batches)
+
+
+def test_evaluations_begin_again_or_go_on():
+    cfg = Config(seq=16, batch=4, vocab=2000, eval_batches=3)
+    source = whole(cfg, data.Memory("count", np.arange(1, 641).astype(np.uint16), np.array([0, 640])))  # 10 batches
+    firsts = lambda cfg, turn: [int(b["tokens"][0, 0, 0]) for b in data.eval_batches(cfg, source, "", np.arange(4), turn)]
+    assert [firsts(cfg, turn) for turn in (0, 1)] == [[1, 65, 129]] * 2
+    rolling = dataclasses.replace(cfg, eval_reset=False)
+    assert [firsts(rolling, turn) for turn in (0, 1, 3)] == [[1, 65, 129], [193, 257, 321], [577, 1, 65]]
+    with pytest.raises(ValueError, match="eval_reset=false.*eval_batches=N"):
+        dataclasses.replace(cfg, eval_reset=False, eval_batches=0)
+
+
+def test_a_mixture_is_exact_and_a_function_of_its_index():
+    cfg = Config(seq=16, vocab=50)
+    parts = [data.Shuffled(whole(cfg, memory([n], seed)), seed, str(n)) for seed, n in enumerate((16_000, 4_000, 800))]
+    mixture = data.Mixture(parts, [7, 2, 1], 0)
+    part, which = mixture.index(np.arange(30_000))
+    for block in range(3):
+        assert np.bincount(part[block * 10_000:][:10_000]).tolist() == [7000, 2000, 1000]
+    for p in range(3):  # each part's sequences come once
+        assert sorted(which[part == p]) == list(range(sum(part == p)))
+    assert abs(np.mean(part[:500] == 0) - 0.7) < 0.1  # and mixed
+    far = np.arange(10**9, 10**9 + 5)
+    assert all(np.array_equal(a, b) for a, b in zip(mixture.examples(far).ids, [mixture.example(i).ids for i in far]))
+    ends = [mixture.end(epochs) for epochs in (1, 2)]
+    for epochs, end in zip((1, 2), ends):  # the first part to be used up: all of it, nothing twice
+        used = [max(which[:end][part[:end] == p]) + 1 for p in range(3)]
+        assert all(n <= epochs * len(source) for n, source in zip(used, parts))
+        p = part[end]
+        assert which[end] >= epochs * len(parts[p])
+    assert mixture.end(0) == 0 and len(mixture) == ends[0]
+
+
+def test_where_data_ends():
+    cfg = Config(seq=16, batch=4, vocab=50, epochs=3)
+    corpus = data.Corpus(data.Shuffled(whole(cfg, memory([16 * 10 + 1])), 0, ""), {}, None, None)
+    assert data.last_step(cfg, corpus, 0, 0) == 7  # 30 rows, 4 a step
+    assert data.last_step(cfg, corpus, 3, 20) == 5
+    assert data.last_step(dataclasses.replace(cfg, epochs=0), corpus, 0, 0) == math.inf
+
+
+def test_what_goes_wrong_ahead_is_raised_at_once():
+    def work(i):
+        if i == 2:
+            raise ValueError("file, offset")
+        return i
+    seen = []
+    with pytest.raises(ValueError, match="file, offset"):
+        for x in data.ahead(work, itertools.count()):
+            seen.append(x)
+            time.sleep(0.05)
+    assert seen in ([0], [])
 
 
 def corpus(tmp_path, **files):
@@ -1477,28 +1643,34 @@ def corpus(tmp_path, **files):
     return str(tmp_path)
 
 
+def ids_of(corpus):
+    """The ids that train, and those that validate."""
+    return corpus.train.source.store.tokens, corpus.valid["valid"].store.tokens
+
+
 def test_text_becomes_tokens_and_back(tmp_path):
     text = "The quick brown fox. Ünïcode! " * 40
     file = corpus(tmp_path, a=text) + "/a"
     for tokenizer, vocab in (("bytes", 256), ("chars", len(set(text)))):
         c = data.load(Config(data=file, tokenizer=tokenizer, vocab=vocab, seq=16))
-        whole = np.concatenate([c.train, c.valid])
-        assert c.decode(whole) == text and c.encode(text) == whole.tolist()
-        assert abs(len(c.train) / len(whole) - 0.9) < 0.01
+        parts = ids_of(c)
+        both = np.concatenate(parts)
+        assert c.tokenizer.decode(both) == text and c.tokenizer.encode([text])[0].tolist() == both.tolist()
+        assert abs(len(parts[0]) / len(both) - 0.9) < 0.01
     parts = {f"d__{i}": f"file {i} " * 30 for i in range(20)}
     folder = corpus(tmp_path, **parts) + "/d"
     for where in (folder, folder + "/*"):
         c = data.load(Config(data=where, seq=16))
-        train, valid = (bytes(x).split(b"\0")[:-1] for x in (c.train, c.valid))
+        train, valid = (bytes(x).split(b"\0")[:-1] for x in ids_of(c))
         assert sorted(train + valid) == sorted(t.encode() for t in parts.values()) and 1 <= len(valid) <= 4
         again = data.load(Config(data=where, seq=16))
-        assert np.array_equal(c.train, again.train) and np.array_equal(c.valid, again.valid)
+        assert all(map(np.array_equal, ids_of(c), ids_of(again)))
 
 
 def test_ids_beyond_the_text_decode_to_a_mark(tmp_path):
     file = corpus(tmp_path, a="abc" * 200) + "/a"
-    assert data.load(Config(data=file, tokenizer="chars", seq=16)).decode([0, 200, 2]) == "a\ufffdc"
-    assert data.load(Config(data=file, vocab=300, seq=16)).decode([97, 299, 99]) == "a\ufffdc"
+    assert data.load(Config(data=file, tokenizer="chars", seq=16)).tokenizer.decode([0, 200, 2]) == "a\ufffdc"
+    assert data.load(Config(data=file, vocab=300, seq=16)).tokenizer.decode([97, 299, 99]) == "a\ufffdc"
 
 
 def test_validation_is_near_its_share_of_files(tmp_path):
@@ -1506,7 +1678,7 @@ def test_validation_is_near_its_share_of_files(tmp_path):
     assert sizes(data.split({"train.txt": b"x" * 100_000, "valid.txt": b"y" * 1000}, 0.1)) == [100_000, 1000]
     assert sizes(data.split({"a": b"x" * 7000, "b": b"", "c": b"y" * 900}, 0.1)) == [7000, 900]
     file = corpus(tmp_path, full="some text. " * 200, empty="")
-    assert len(data.load(Config(data=file, seq=16)).valid) == 220
+    assert len(ids_of(data.load(Config(data=file, seq=16)))[1]) == 220
     train, valid = sizes(data.split({str(i): b"x" * (i % 50) for i in range(1000)}, 0.1))
     assert abs(valid / (train + valid) - 0.1) < 0.005
 
@@ -1531,7 +1703,8 @@ def test_bad_text_is_named(tmp_path, files, fields, expected):
 def test_the_standard_library_is_split_by_file_and_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     c = data.load(configs.tiny())
-    assert 5e6 < len(c.train) < 5e7 and 1e5 < len(c.valid) < 1e6
+    train_ids, valid_ids = ids_of(c)
+    assert 5e6 < len(train_ids) < 5e7 and 1e5 < len(valid_ids) < 1e6
     [kept] = (tmp_path / "tenfold").iterdir()
     for damage in (
         None,
@@ -1542,14 +1715,15 @@ def test_the_standard_library_is_split_by_file_and_kept(tmp_path, monkeypatch):
         if damage:
             kept.write_bytes(damage(kept.read_bytes()))
         again = data.load(configs.tiny())
-        assert np.array_equal(c.train, again.train) and np.array_equal(c.valid, again.valid)
+        assert all(map(np.array_equal, ids_of(c), ids_of(again)))
+        assert np.array_equal(c.train.source.starts, again.train.source.starts)
         assert [kept] == list((tmp_path / "tenfold").iterdir())
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")  # nowhere to keep it: still works
-    assert np.array_equal(c.train, data.load(configs.tiny()).train)
+    assert np.array_equal(train_ids, ids_of(data.load(configs.tiny()))[0])
 
 
 def test_two_runs_may_fill_the_cache_at_once(tmp_path):
-    program = "import configs, data; c = data.load(configs.tiny()); print(len(c.train), int(c.train.sum()))"
+    program = "import configs, data; x = data.load(configs.tiny()).train.source.store.tokens; print(len(x), int(x.sum()))"
     env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     both = [
         subprocess.Popen([sys.executable, "-c", program], env=env, cwd=HERE, stdout=subprocess.PIPE, text=True)
@@ -1557,6 +1731,585 @@ def test_two_runs_may_fill_the_cache_at_once(tmp_path):
     ]
     assert len({p.communicate()[0] for p in both}) == 1 and not any(p.returncode for p in both)
     assert len(list((tmp_path / "tenfold").iterdir())) == 1
+
+
+# ---- prepared data -------------------------------------------------------------------------------------------------
+
+SHARED = HERE.parent / "shared" / "data"
+needs_c4 = pytest.mark.skipif(not SHARED.exists(), reason="samples of C4 and tokenizers are not beside the checkout")
+DOCUMENTS = ["The first.\nTwo lines.", "", "ünïcode ☃ and \\ \"quotes\"", "x" * 300, "a b c", "last, with a null \0 in it"]
+
+
+def prepare(out, pattern, **flags):
+    """data.prepare in this process; flags as on the command line, `-` as `_`."""
+    given = {name.replace("_", "-"): str(value) for name, value in flags.items()}
+    data.prepare(data.PREPARE | {"workers": "1", "tokenizer": "bytes"} | given | {"input": str(pattern), "out": str(out)})
+    return data.Shards(str(out), 5)
+
+
+def documents_of(shards):
+    """The ids of each document."""
+    ends = [np.asarray(x) for x in (shards.starts[:-1], shards.starts[1:])]
+    return [shards.read(np.array([a]), np.array([b]))[0] if a < b else np.zeros(0, int) for a, b in zip(*ends)]
+
+
+def write_lines(path, documents=DOCUMENTS, key="text"):
+    lines = "".join(json.dumps({key: text, "url": "u"}) + "\n" for text in documents).encode()
+    pack = {".gz": gzip.compress, ".zst": lambda b: pytest.importorskip("zstandard").compress(b)}.get(path.suffix, bytes)
+    path.write_bytes(pack(lines))
+    return path
+
+
+@needs_c4
+@pytest.mark.parametrize("file", ["sentencepiece_32000.model", "tokenizer_neox.json"])
+def test_c4_is_tokenized_as_the_library_does(file, tmp_path):
+    """In two processes, by the command; equal to one process, and to the library text by text."""
+    library = pytest.importorskip({"model": "sentencepiece", "json": "tokenizers"}[file.rpartition(".")[2]])
+    paths = sorted(SHARED.glob("c4-sample.*.json.gz"))
+    texts = [json.loads(line)["text"] for path in paths for line in gzip.open(path, "rt")]
+    if file.endswith("model"):
+        model = library.SentencePieceProcessor(model_file=str(SHARED / file))
+        expected, decode = [model.encode(text) for text in texts], model.decode
+    else:
+        model = library.Tokenizer.from_file(str(SHARED / file))
+        expected, decode = [model.encode(text).ids for text in texts], model.decode
+        assert [decode(ids) for ids in expected] == texts  # this one is lossless
+    command = [sys.executable, HERE / "data.py", "prepare", f"--input={SHARED}/c4-sample.*.json.gz", "--workers=2",
+               f"--tokenizer={SHARED / file}", f"--out={tmp_path / 'two'}", "--shard-tokens=5000"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "documents/s" in done.stdout and "30 documents" in done.stdout
+    shards = prepare(tmp_path / "one", SHARED / "c4-sample.*.json.gz", tokenizer=SHARED / file, shard_tokens=5000)
+    for path in (tmp_path / "one").iterdir():
+        assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes(), path.name
+    ids = documents_of(shards)
+    assert [x[:-1].tolist() for x in ids] == expected
+    assert {x[-1] for x in ids} == {shards.index["eos"]}  # as many ends as documents
+    assert [shards.tokenizer().decode(x[:-1]) for x in ids] == [decode(x) for x in expected]
+    assert shards.index["tokens"] == sum(map(len, expected)) + 30 and shards.index["documents"] == 30
+    assert len(shards.counts) == 3 and shards.dtype == np.uint16
+    without = prepare(tmp_path / "plain", SHARED / "c4-sample.*.json.gz", tokenizer=SHARED / file, eos="false")
+    assert without.index["tokens"] == sum(map(len, expected)) and not without.index["add_eos"]
+
+
+def test_every_kind_of_file_gives_the_same_tokens(tmp_path):
+    """Lines of JSON plain and packed (also in two members), Parquet, ids in JSON, flat ids; texts a file each."""
+    expected = [list(text.encode()) + [0] for text in DOCUMENTS]
+    for name in ("a.jsonl", "a.json", "a.jsonl.gz", "a.json.zst"):
+        shards = prepare(tmp_path / f"out-{name}", write_lines(tmp_path / name))
+        assert [x.tolist() for x in documents_of(shards)] == expected, name
+    twice = tmp_path / "twice.jsonl.gz"
+    twice.write_bytes((tmp_path / "a.jsonl.gz").read_bytes() * 2)
+    assert [x.tolist() for x in documents_of(prepare(tmp_path / "out-twice", twice))] == expected * 2
+    arrow = pytest.importorskip("pyarrow")
+    arrow.parquet = pytest.importorskip("pyarrow.parquet")
+    arrow.parquet.write_table(arrow.table({"text": DOCUMENTS}), tmp_path / "a.parquet", row_group_size=4)
+    assert [x.tolist() for x in documents_of(prepare(tmp_path / "out-p", tmp_path / "a.parquet"))] == expected
+    ids = np.concatenate([*map(np.array, expected)])
+    (tmp_path / "ids.jsonl").write_text("".join(json.dumps({"ids": x}) + "\n" for x in expected))
+    flat = [x for x in expected if x[:-1]]  # (\0 in a text is an end in a flat file)
+    for name, save in (("b.npy", np.save), ("b.bin", lambda path, x: x.astype(np.uint32).tofile(path))):
+        save(tmp_path / name, ids)
+        got = documents_of(prepare(tmp_path / f"out-{name}", tmp_path / name, dtype="uint32"))
+        assert np.array_equal(np.concatenate(got), ids) and all(x[-1] == 0 and 0 not in x[:-1] for x in got)
+        assert [x.tolist() for x in got][:3] == [expected[0], [0], expected[2]] and flat
+    assert [x.tolist() for x in documents_of(prepare(tmp_path / "out-ids", tmp_path / "ids.jsonl", key="ids"))] == expected
+    for i, text in enumerate(DOCUMENTS):
+        (tmp_path / f"t{i}.txt").write_text(text)
+    assert [x.tolist() for x in documents_of(prepare(tmp_path / "out-txt", tmp_path / "t*.txt"))] == expected
+
+
+def test_a_long_text_is_one_document_in_pieces(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "PIECE", 64)
+    monkeypatch.setattr(data, "LONGEST", 50)
+    text = "".join(f"line {i} of a long text, ünd so weiter\n" * (i % 3) for i in range(60)) + "ü" * 500 + "\n\nend"
+    (tmp_path / "a.txt").write_text(text)
+    write_lines(tmp_path / "b.jsonl", [text, text])
+    for name, n in (("a.txt", 1), ("b.jsonl", 2)):
+        ids = documents_of(prepare(tmp_path / f"out{n}", tmp_path / name))
+        assert [x.astype(np.uint8).tobytes().decode() for x in ids] == [text + "\0"] * n
+
+
+def test_a_killed_prepare_goes_on(tmp_path, capsys, monkeypatch):
+    """Cut off at each shard in turn, and once by SIGKILL: the same bytes as in one go; no start reads what is unfinished."""
+    write_lines(tmp_path / "in.jsonl", [f"document {i} " * (i % 7) for i in range(200)])
+    prepare(tmp_path / "whole", tmp_path / "in.jsonl", shard_tokens=1000)
+    capsys.readouterr()
+    close_shard = data.Writer.close_shard
+
+    def cut_off(self, *place):
+        close_shard(self, *place)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(data.Writer, "close_shard", cut_off)
+    while not (tmp_path / "parts/index.json").exists():
+        try:
+            prepare(tmp_path / "parts", tmp_path / "in.jsonl", shard_tokens=1000)
+        except KeyboardInterrupt:
+            with pytest.raises(ValueError, match="parts: its `data.py prepare` is not finished; the same command"):
+                data.load(Config(data=str(tmp_path / "parts")))
+    assert "goes on after 3,000 tokens" in capsys.readouterr().out
+    for path in (tmp_path / "whole").iterdir():
+        assert path.read_bytes() == (tmp_path / "parts" / path.name).read_bytes(), path.name
+    monkeypatch.undo()
+    prepare(tmp_path / "parts", tmp_path / "in.jsonl", shard_tokens=1000)
+    assert "is finished: " in capsys.readouterr().out
+    for other in (dict(shard_tokens=999), dict(eos="false"), dict(tokenizer="300")):
+        with pytest.raises(ValueError, match="parts holds tokens of other input, tokenizer or flags: give another --out"):
+            prepare(tmp_path / "parts", tmp_path / "in.jsonl", **{"shard_tokens": 1000, **other})
+
+
+def test_a_tokenizer_is_trained(tmp_path):
+    library = pytest.importorskip("tokenizers")
+    write_lines(tmp_path / "in.jsonl", [f"the {word} of the {word} " * 5 for word in ("cat", "dog", "house", "mouse")])
+    for out in "ab":
+        shards = prepare(tmp_path / out, tmp_path / "in.jsonl", tokenizer="", train_tokenizer=265)
+    model = library.Tokenizer.from_file(str(tmp_path / "a/tokenizer.json"))
+    assert shards.vocab == model.get_vocab_size() == 265
+    assert model.decode(documents_of(shards)[3]) == "the mouse of the mouse " * 5
+    assert all(path.read_bytes() == (tmp_path / "b" / path.name).read_bytes() for path in (tmp_path / "a").iterdir())
+    with pytest.raises(ValueError, match="--train-tokenizer=9000: this text makes 2.*--train-tokenizer=2"):
+        prepare(tmp_path / "c", tmp_path / "in.jsonl", tokenizer="", train_tokenizer=9000)
+
+
+GZ = gzip.compress(b'{"text": "whole"}\n' * 9999, 1)
+
+
+@pytest.mark.parametrize(
+    "name,content,flags,expected",
+    [
+        ("a.jsonl", b'{"text": "x"}\n{"txt": "y"}\n', {}, r"a.jsonl, line 2, from 14 on: there is no key 'text'.*\['txt'\]"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": 3}\n', {}, "a.jsonl, line 2.*'text' is '3', neither text nor ids"),
+        ("a.jsonl", b'{"text": "x"}\n\n["y"]\n', {}, "a.jsonl, line 3, from 15.*a line is to be an object"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": \n', {}, "a.jsonl, line 2.*is not JSON"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": "\xff"}\n', {}, "a.jsonl, line 2, from 14 on: byte 10 .*0xff.*not UTF-8"),
+        ("a.txt", b"abc\n\xff", {}, "a.txt, from 0 on: byte 4 .*0xff.*not UTF-8"),
+        ("a.jsonl", b'{"text": [1, 2, 256]}\n', {}, "a.jsonl, line 1.*id 256, number 2 there, is not one of the 256"),
+        ("a.jsonl", b'{"text": [1, -2]}\n', {}, "a.jsonl, line 1.*id -2, number 1"),
+        ("a.jsonl", b'{"text": "\\ud800"}\n', {}, "a.jsonl, line 1.*surrogate"),
+        ("a.json.gz", GZ[: len(GZ) // 2], {}, "a.json.gz: after [1-9].*cannot be read.*Fetch it again"),
+        ("a.json.gz", GZ[:-40] + b"x" * 40, {}, "a.json.gz: after .*cannot be read"),
+        ("a.json.gz", b"not packed", {}, "a.json.gz: after 0 bytes.*cannot be read"),
+        ("a.json.gz", GZ + b"tail", {}, "a.json.gz: after [1-9].*cannot be read"),
+        ("a.parquet", b"PAR1 is not enough", {}, "a.parquet"),
+        ("a.csv", b"x", {}, "a.csv: what kind of file.*.jsonl"),
+        ("a.bin", b"123", dict(dtype="uint16"), "a.bin: its 3 bytes are no whole number of uint16"),
+        ("a.bin", b"12", {}, "a.bin: --dtype=uint16"),
+        ("a.bin", np.array([65535, 65536, 70000], np.uint32).tobytes(), dict(dtype="uint32", tokenizer="65536"),
+         "a.bin, from 0 on: id 65536, number 1 there, is not one of the 65536"),
+        ("b.txt", b"x", dict(tokenizer="none.model"), "none.model: there is no such file"),
+        ("b.txt", b"x", dict(tokenizer="gpt2"), "tokenizer=gpt2: it is bytes"),
+        ("b.txt", b"x", dict(tokenizer="300"), "b.txt.*is text, and --tokenizer=300 is for ids"),
+        ("b.txt", b"x", dict(bos="true"), "--bos=true: bytes has no bos"),
+        ("b.txt", b"x", dict(workers="0"), "--workers=0: a whole number"),
+        ("b.txt", b"x", dict(tokenizer=""), "give one of --tokenizer"),
+    ],
+)
+def test_bad_input_is_named(name, content, flags, expected, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=expected):
+        prepare(tmp_path / "out", tmp_path / "*.*", **flags)
+    assert not (tmp_path / "out/index.json").exists()
+
+
+def test_zstandard_that_is_cut_short_is_named(tmp_path):
+    content = pytest.importorskip("zstandard").compress(b'{"text": "whole"}\n' * 9999)
+    for n in (len(content) - 1, len(content) // 2):
+        (tmp_path / "a.jsonl.zst").write_bytes(content[:n])
+        with pytest.raises(ValueError, match="a.jsonl.zst: after .*cannot be read"):
+            prepare(tmp_path / "out", tmp_path / "a.jsonl.zst")
+
+
+def test_an_empty_glob_is_named(tmp_path):
+    with pytest.raises(ValueError, match="--input=.*no file has such a name"):
+        prepare(tmp_path / "out", tmp_path / "*.jsonl")
+
+
+def flip(path, at, bit=1):
+    content = bytearray(path.read_bytes())
+    content[at] ^= bit
+    path.write_bytes(content)
+
+
+def edit(path, **changes):
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.fixture
+def tokens(tmp_path):
+    """200 documents of ids below 300 in uint16, in files of 1000."""
+    rng = np.random.default_rng(0)
+    ids = [rng.integers(1, 300, n).tolist() for n in rng.integers(1, 60, 200)]
+    (tmp_path / "ids.jsonl").write_text("".join(json.dumps({"ids": x}) + "\n" for x in ids))
+    prepare(tmp_path / "tokens", tmp_path / "ids.jsonl", key="ids", tokenizer="300", shard_tokens=1000)
+    return tmp_path / "tokens"
+
+
+PLANT = np.array([300], np.uint16).tobytes()
+
+
+@pytest.mark.parametrize(
+    "damage,expected",
+    [
+        (lambda d: flip(d / "tokens-00001.bin", 77), "tokens-00001.bin: bytes 0 to 2000 are not those that were written"),
+        (lambda d: flip(d / "tokens-00001.bin", 77, 128), "tokens-00001.bin: id 3.* at byte 76 is not one of the 300"),
+        (lambda d: flip(d / "documents.bin", 9), "documents.bin: bytes 0 to 1608 are not those"),
+        (lambda d: os.truncate(d / "tokens-00002.bin", 1001), "tokens-00002.bin has 1001 bytes.*1000 x uint16 = 2000.*cut short"),
+        (lambda d: (d / "tokens-00002.bin").unlink(), "tokens-00002.bin is missing"),
+        (lambda d: (d / "documents.bin").unlink(), "documents.bin is missing"),
+        (lambda d: edit(d / "index.json", dtype="uint32"), "tokens-00000.bin has 2000 bytes.*1000 x uint32 = 4000"),
+        (lambda d: edit(d / "index.json", tokens=5), "do not add up to 5"),
+        (lambda d: edit(d / "index.json", sha256="0" * 64), "index.json: its tokenizer is '300', and its sha256 is of another"),
+        (lambda d: (d / "index.json").write_text("{"), "index.json is damaged"),
+        (lambda d: (d / "index.json").write_text("{}"), "index.json is damaged"),
+        (lambda d: (d / "index.json").rename(d / "progress.json"), "is not finished; the same command"),
+    ],
+)
+def test_damaged_tokens_are_refused(damage, expected, tokens, tmp_path):
+    cfg = Config(data=str(tokens), seq=16, vocab=300)
+    data.load(cfg)
+    damage(tokens)
+    with pytest.raises(ValueError, match=expected):
+        data.load(cfg)
+
+
+def test_ids_beyond_the_vocabulary_are_refused(tokens, tmp_path, capsys):
+    with pytest.raises(ValueError, match="has 300 different ids in its tokenizer, more than vocab=299; say vocab=300"):
+        data.load(Config(data=str(tokens), seq=16, vocab=299))
+    corpus = data.load(Config(data=str(tokens), seq=16, vocab=300))
+    small = Config(data=str(tokens), seq=16, vocab=200)  # (as if index.json lied)
+    with pytest.raises(ValueError, match=r"tokens-0000\d.bin, byte \d+: id 2\d\d is not in the vocabulary, vocab=200"):
+        data.build(small, corpus.train, 0, np.arange(16))
+    with pytest.raises(ValueError, match="made by a tokenizer whose .* begins with 300.*tokenizer=bytes is bytes"):
+        data.load(Config(data=str(tokens), seq=16, vocab=300, tokenizer="bytes"))
+
+
+def test_large_data_is_verified_behind_the_run(tokens, monkeypatch):
+    monkeypatch.setattr(data, "VERIFIED_FIRST", 0)
+    flip(tokens / "tokens-00003.bin", 4)
+    cfg = Config(data=str(tokens), seq=16, vocab=300)
+    stream = data.stream(cfg, data.load(cfg), 0, np.arange(16))
+    with pytest.raises(ValueError, match="tokens-00003.bin: bytes 0 to 2000"):
+        for _ in range(1000):
+            next(stream)
+            time.sleep(0.01)
+
+
+@needs_c4
+def test_another_tokenizer_is_refused(tmp_path):
+    pytest.importorskip("sentencepiece")
+    model = SHARED / "sentencepiece_32000.model"
+    prepare(tmp_path / "out", SHARED / "c4-sample.01.json.gz", tokenizer=model)
+    cfg = Config(data=str(tmp_path / "out"), seq=16, vocab=32101)
+    data.load(dataclasses.replace(cfg, tokenizer=str(model)))
+    edit(tmp_path / "out/index.json", sha256="0" * 64)
+    with pytest.raises(ValueError, match="tokenizer.model is not the tokenizer that index.json says"):
+        data.load(cfg)
+    (tmp_path / "out/tokenizer.model").write_bytes(b"damaged")
+    with pytest.raises(ValueError, match="tokenizer.model is not the tokenizer"):
+        data.load(cfg)
+
+
+def test_rows_of_token_files_are_those_of_memory(tokens):
+    """Through memory maps, over the ends of files, with the plan of rows made and found again."""
+    shards = data.Shards(str(tokens), 5)
+    store = data.Memory("", np.concatenate([np.fromfile(tokens / name, np.uint16) for name in shards.names]), shards.starts)
+    for packing in ("concat", "pack", "single"):
+        cfg = Config(seq=16, vocab=300, packing=packing)
+        a, b, c = (data.Documents(cfg, s, 40, 4900) for s in (store, shards, shards))
+        for other in (b, c):
+            assert len(a) == len(other)
+            for x, y in zip(*(data.assemble(cfg, s, np.arange(len(a)), len(a)) for s in (a, other))):
+                assert np.array_equal(x, y)
+    assert len(list(tokens.glob("rows-*"))) == 4  # of pack and single, pieces and ends
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """Serves a folder by byte ranges; `fault` makes an answer wrong."""
+
+    def __init__(self, folder):
+        self.folder, self.fault, self.asked, self.lock = folder, lambda n: None, 0, threading.Lock()
+        super().__init__(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        with self.server.lock:
+            self.server.asked += 1
+            fault = self.server.fault(self.server.asked)
+        path = self.server.folder / self.path.lstrip("/")
+        if fault == 503 or not path.is_file():
+            return self.send_error(503 if fault == 503 else 404)
+        content, asked = path.read_bytes(), re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        size = len(content)
+        if asked:
+            a, b = int(asked[1]), min(int(asked[2] or size - 1), size - 1)
+            content = content[a:b + 1]
+        self.send_response(206 if asked else 200)
+        if asked:
+            self.send_header("Content-Range", f"bytes {a}-{b}/{size}")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if fault == "slow":
+            time.sleep(5)
+        self.wfile.write(content[: len(content) // 2] if fault == "short" else content)
+        if fault == "short":
+            self.close_connection = True
+
+
+@pytest.fixture
+def server(tokens):
+    with Server(tokens) as server:
+        yield server
+        server.shutdown()
+
+
+@pytest.mark.parametrize("packing", ["concat", "pack"])
+def test_a_url_gives_the_batches_of_the_folder(packing, tokens, server, tmp_path, monkeypatch):
+    """Over file:// and HTTP, also where every third answer is a 503 and every fifth is cut short."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    cfg = Config(seq=16, vocab=300, packing=packing, data_timeout=20, data=str(tokens))
+    corpus = data.load(cfg)
+    server.fault = lambda n: 503 if n % 3 == 0 else "short" if n % 5 == 0 else None
+    for url in (f"file://{tokens}/", server.url):
+        other = data.load(dataclasses.replace(cfg, data=url))
+        assert len(other.train) == len(corpus.train) and other.valid.keys() == corpus.valid.keys()
+        for first in (0, 16, 4000):
+            a, b = (data.build(cfg, c.train, first, np.arange(16)) for c in (corpus, other))
+            assert all(np.array_equal(a[name], b[name]) for name in a)
+    assert server.asked > 20
+
+
+@pytest.mark.parametrize("fault,expected", [(503, "503"), ("short", "partial|bytes"), ("slow", "no answer")])
+def test_a_server_that_fails_is_named(fault, expected, server):
+    cfg = Config(seq=16, vocab=300, data=server.url, data_timeout=1)
+    corpus = data.load(cfg)
+    server.fault = lambda n: fault
+    since = time.monotonic()
+    with pytest.raises(ValueError, match=rf"{server.url}/tokens-0000\d.bin, bytes \d+ to \d+: .*({expected}).*tried again for 1 s"):
+        data.build(cfg, corpus.train, 0, np.arange(16))
+    assert time.monotonic() - since < 4
+
+
+def test_what_is_not_there_is_named(server, tokens):
+    flip(tokens / "tokens-00001.bin", 3)
+    for url, expected in (
+        ("http://127.0.0.1:9/tokens", "127.0.0.1:9/tokens/index.json.*onnect.*data_timeout"),
+        (server.url + "/none", "none/index.json: there is no such file"),
+        ("ftp://host/tokens", "ftp://host/tokens cannot be opened.*gs://"),
+        (server.url, "tokens-00001.bin: bytes 0 to 2000 are not those that were written"),
+    ):
+        with pytest.raises(ValueError, match=expected):
+            data.load(Config(data=url, seq=16, vocab=300, data_timeout=0.5))
+
+
+# ---- sources by name -----------------------------------------------------------------------------------------------
+
+SOURCE = """
+import numpy as np
+class Source:
+    def __init__(self, cfg): self.seq = cfg.seq
+    def __len__(self): return 40
+    def example(self, i):
+        if i == 7: FAULT
+        return np.full(1 + i % (self.seq + 1), i)
+class Empty(Source):
+    def __len__(self): return 0
+class Short: pass
+"""
+
+
+def test_a_source_of_the_users_own(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(SOURCE.replace("FAULT", "pass"))
+    cfg = Config(seq=16, batch=8, vocab=50, data=f"{path}:Source", epochs=1)
+    corpus = data.load(cfg)
+    batches = [data.build(cfg, corpus.train, first, np.arange(8)) for first in range(0, 40, 8)]
+    assert data.last_step(cfg, corpus, 0, 0) == 5 and corpus.valid == {}
+    seen = {int(row[0]): int(weights.sum()) for b in batches for row, weights in zip(b["tokens"][0], b["weights"][0])}
+    assert seen == {i: i % 17 for i in range(40)}
+    for change, fields, expected in (
+        ("1 / 0", {}, r"mine.py:Source, example\(7\): ZeroDivisionError"),
+        ("return [1.5]", {}, r"mine.py:Source, example\(7\): .*not float64"),
+        ("return [99]", {}, r"mine.py:Source, example 7, column 0: id 99 is not in the vocabulary, vocab=50"),
+        ("return [-1]", {}, "example 7, column 0: id -1 is not in the vocabulary"),
+        ("return []", {}, "example.7.*"),
+        ("return [1] * 18", {}, "example 7.*18 ids; 1 to 17"),
+        ("pass", dict(data=f"{path}:Empty"), "Empty: its length is 0"),
+        ("pass", dict(data=f"{path}:Short"), "mine.py:Short: a class with"),
+        ("pass", dict(data=f"{path}:None_"), "None_: a class with"),
+        ("pass", dict(data=f"{path}x.py:Source"), "there is no file"),
+        ("import nothing_at_all", {}, "nothing_at_all"),
+    ):
+        path.write_text(SOURCE.replace("FAULT", change))
+        with pytest.raises(ValueError, match=expected):
+            bad = dataclasses.replace(cfg, **fields)
+            corpus = data.load(bad)
+            [data.build(bad, corpus.train, first, np.arange(8)) for first in range(0, 40, 8)]
+
+
+def test_data_by_weight_and_synthetic_data(tokens, tmp_path):
+    cfg = Config(seq=16, batch=8, vocab=300, data=f"{tokens}:3,synthetic:1,{tokens}:0.5e0")
+    corpus = data.load(cfg)
+    assert [part.name for part in corpus.train.parts] == [str(tokens), "synthetic", str(tokens)]
+    rows = np.concatenate([data.build(cfg, corpus.train, i, np.arange(8))["tokens"][0] for i in range(0, 800, 8)])
+    assert abs(np.mean((rows == 1).all(1)) - 1 / 4.5) < 0.05
+    other = data.build(dataclasses.replace(cfg, seed=1), data.load(dataclasses.replace(cfg, seed=1)).train, 0, np.arange(8))
+    assert (other["tokens"][0] != rows[:8]).any()
+    for words, expected in ((f"{tokens}:1,{tokens}:0", "each weight is a number above 0"),
+                            (f"{tokens}:1,{tokens}:0.00001", "below 1 in 10000"),
+                            (f"{tokens}:1,{tmp_path}/nowhere:1", "nowhere: there is no such file")):
+        with pytest.raises(ValueError, match=expected):
+            data.load(dataclasses.replace(cfg, data=words))
+    (tmp_path / "text.txt").write_text("some text. " * 99)
+    with pytest.raises(ValueError, match="different tokenizers"):
+        data.load(dataclasses.replace(cfg, data=f"{tokens}:1,{tmp_path}/text.txt:1"))
+    synthetic = dataclasses.replace(cfg, data="synthetic", eval_data=str(tokens))
+    corpus = data.load(synthetic)
+    assert (data.build(synthetic, corpus.train, 0, np.arange(8))["targets"] == 1).all()
+    assert len(corpus.valid["valid"]) * 16 >= data.Shards(str(tokens), 1).index["tokens"] - 1  # all of it
+
+
+def test_what_validates_does_not_train(tokens):
+    """Whole documents from the end, a tenth of the tokens."""
+    cfg = Config(seq=16, vocab=300, data=str(tokens))
+    corpus = data.load(cfg)
+    train, valid = corpus.train.source, corpus.valid["valid"]
+    total = data.Shards(str(tokens), 1).index["tokens"]
+    assert train.first == 0 and train.last == valid.first and valid.last == total
+    assert valid.first in train.starts and abs((total - valid.first) / total - 0.1) < 0.03
+
+
+# ---- who sees what -------------------------------------------------------------------------------------------------
+
+
+def test_show_prints_what_a_person_checks(tokens, capsys):
+    words = [f"--data={tokens}", "--step=3", "seq=16", "batch=8", "accum=2", "packing=single"]
+    data.main(["show", *words, "--rows=8"])
+    whole = capsys.readouterr().out
+    assert "sequences 16 to 23" in whole and whole.count("\nrow ") == 8
+    for word in ("segment 1", "position", "token", "target", "weight", "tokens-0000", "padding"):
+        assert word in whole, word
+    both = []
+    for host in "01":
+        data.main(["show", *words, f"--host={host}/2", "--rows=8"])
+        both += re.findall(r"\nrow (\d+): .*", capsys.readouterr().out)
+    assert sorted(both) == [str(i) for i in range(8)] and both[:2] == ["0", "1"]
+    for bad, expected in ((["--host=2/2"], "--host=2/2"), (["--step=0"], "--step=0"), (["stepz=1"], "stepz.*steps"),
+                          (["--hots=1/2"], "--hots"), (["--host=0/3"], "not divisible by 3 hosts")):
+        with pytest.raises(ValueError, match=expected):
+            data.main(["show", *words, *bad])
+    data.main(["verify", f"--data={tokens}"])
+    assert "as they were written" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("packing", ["concat", "pack", "single"])
+def test_another_document_leaves_logits_bit_equal(name, packing):
+    """Rows with document 2 changed: every other document's logits are the same bits."""
+    cfg = family(name, packing=packing, batch=8)
+    store = memory([5, 6, 4, 9, 12, 3, 16], vocab=61)
+    changed = store._replace(tokens=np.where((np.arange(55) >= 11) & (np.arange(55) < 15), (store.tokens + 1) % 61, store.tokens))
+    source = whole(cfg, store)
+    mesh, _, state = start(cfg)
+    specs, _ = train.step_specs(cfg, model.transformer)
+    logits = jax.jit(jax.shard_map(
+        lambda p, b: model.forward(cfg, *local((p, b), (specs, model.transformer_batch(cfg)))), mesh=mesh,
+        in_specs=(specs, model.transformer_batch(cfg)), out_specs=P(("data", "fsdp"), None, "tensor"), check_vma=False))
+    a, b = (logits(state.params, {n: x[0] for n, x in data.build(cfg, data.Straight(whole(cfg, s), ""), 0, np.arange(8), len(source)).items()})
+            for s in (store, changed))
+    other = np.zeros((8, 16), bool)  # columns of other documents
+    touched = other.copy()
+    for r in range(len(source)):
+        start_, length, _ = source.parts(np.array([r]))
+        places = np.concatenate([np.arange(p, p + n) for p, n in zip(start_, length)])[:16]
+        inside = (places >= 11) & (places < 15)
+        other[r, :len(places)], touched[r, :len(places)] = ~inside, inside
+    assert np.array_equal(np.asarray(a)[other], np.asarray(b)[other]) and other.sum() > 30
+    assert (np.asarray(a)[touched] != np.asarray(b)[touched]).any()
+
+
+TWO = """
+import sys, jax, numpy as np, json
+sys.path.insert(0, {here!r})
+jax.config.update("jax_num_cpu_devices", 2)
+rank = int(sys.argv[1])
+jax.distributed.initialize("localhost:{port}", 2, rank)
+import configs, data, train
+from model import transformer
+cfg = configs.Config(**{fields})
+cfg, mesh = train.on_devices(cfg)
+hosts = data.hosts(cfg, mesh, transformer.batch(cfg)["rows"])
+corpus = data.load(cfg)
+end = data.last_step(cfg, corpus, 0, 0)
+out = []
+with __import__("contextlib").closing(data.stream(cfg, corpus, 0, hosts[rank])) as batches:
+    for step in range(end):
+        batch = next(batches)
+        put = data.put(mesh, transformer.batch(cfg), batch, hosts[rank], cfg.batch // cfg.accum)
+        total = jax.jit(lambda b: {{name: x.astype("float32").sum() for name, x in b.items()}})(put)
+        out.append([batch["rows"].tolist(), batch["tokens"].tolist(), {{n: float(x) for n, x in total.items()}}])
+evals = [b["weights"].sum().item() for b in data.eval_batches(cfg, corpus.valid["valid"], "valid", hosts[rank], 0)]
+print("RESULT", json.dumps([end, out, evals, data.describe(cfg, corpus, end, hosts)]))
+"""
+
+
+def in_two_processes(program, **values):
+    """RESULT of each of two processes that jax.distributed joins."""
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        port = s.getsockname()[1]
+    program = program.format(here=str(HERE), port=port, **values)
+    env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
+    both = [subprocess.Popen([sys.executable, "-c", program, str(rank)], env=env, stdout=subprocess.PIPE,
+                             stderr=subprocess.PIPE, text=True) for rank in range(2)]
+    said = [p.communicate(timeout=120) for p in both]
+    assert not any(p.returncode for p in both), said
+    return [json.loads(re.search("RESULT (.*)", out)[1]) for out, _ in said]
+
+
+@pytest.mark.parametrize("where", ["folder", "file", "http"])
+def test_two_hosts_read_what_one_does(where, tokens, server):
+    """Disjoint rows, of which the global arrays are made; all ends at the same step; evaluations are as long."""
+    place = {"folder": str(tokens), "file": f"file://{tokens}", "http": server.url}[where]
+    fields = dict(data=place, seq=16, vocab=300, batch=8, accum=2, epochs=1, eval_data=str(tokens))
+    (end, a, evals, told), (end_b, b, evals_b, _) = in_two_processes(TWO, fields=fields)
+    cfg = Config(**fields)
+    corpus = data.load(cfg)
+    assert end == end_b == data.last_step(cfg, corpus, 0, 0) and len(a) == len(b) == end
+    assert "host 0 reads rows 0-1 of 4; host 1 reads rows 2-3 of 4" in told and f"data ends with step {end}" in told
+    for step in range(end):
+        batch = data.build(cfg, corpus.train, 8 * step, np.arange(4))
+        (rows_a, tokens_a, total_a), (rows_b, tokens_b, total_b) = a[step], b[step]
+        assert np.array_equal(np.concatenate([rows_a, rows_b], 1), batch["rows"])
+        assert np.array_equal(np.concatenate([tokens_a, tokens_b], 1), batch["tokens"])
+        assert total_a == total_b == {name: float(x.astype(np.float64).sum()) for name, x in batch.items()}
+    assert len(evals) == len(evals_b) == -(-len(corpus.valid["valid"]) // 8)
+    assert sum(evals) + sum(evals_b) == corpus.valid["valid"].targets - 199  # 200 documents
+
+
+def test_a_run_trains_on_tokens_and_stops_where_they_end(tokens, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = (f"data={tokens}", "--workdir=w", "batch=64", "packing=pack", "sample_tokens=3")
+    with pytest.raises(SystemExit, match="data ends with step 5, before steps=6: say steps=5, or more epochs"):
+        start_run(*words, "epochs=1")
+    assert not (tmp_path / "w/metrics.jsonl").exists()
+    start_run(*words, "epochs=2", "eval_batches=1", "eval_reset=false")
+    out = capsys.readouterr().out
+    assert "vocab=300" in out and "epochs=2: data ends with step 11" in out and "host 0 reads rows 0-63 of 64" in out
+    evaluated = [row["eval/valid/num_predictions"] for row in train.read_metrics(tmp_path / "w") if "eval/valid/num_predictions" in row]
+    assert len(evaluated) == 2
+    with pytest.raises(SystemExit, match="has 300 different ids.*more than vocab=256"):
+        start_run(*words, "vocab=256")
+    with pytest.raises(SystemExit, match="eval_batches=99: valid has .* batches of 64; say eval_batches=all"):
+        start_run(*words, "eval_batches=99")
 
 
 # ---- a whole run ---------------------------------------------------------------------------------------------------
@@ -1723,11 +2476,12 @@ def test_the_loop_compiles_once_and_waits_only_where_it_logs(text, monkeypatch):
 @pytest.mark.skipif(not SHAKESPEARE.exists(), reason="tinyshakespeare.txt is not beside the checkout")
 def test_shakespeare_is_what_nanogpt_trains_on():
     c = data.load(dataclasses.replace(configs.shakespeare_char(), data=str(SHAKESPEARE)))
-    assert (len(c.train), len(c.valid)) == (1_003_854, 111_540) and int(c.train.max()) == 64
+    train_ids, valid_ids = ids_of(c)
+    assert (len(train_ids), len(valid_ids)) == (1_003_854, 111_540) and int(train_ids.max()) == 64
 
 
 # ---- python test_all.py --------------------------------------------------------------------------------------------
 
 if __name__ == "__main__":
-    arguments = [a for a in sys.argv[1:] if a not in ("--all", "--soak", "--bench")]
+    arguments = [a for a in sys.argv[1:] if a not in FLAGS] or ["-n", "2"]
     raise SystemExit(pytest.main([str(HERE / "test_all.py"), "-q", "-p", "no:cacheprovider", *arguments]))

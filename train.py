@@ -377,16 +377,16 @@ def plot(workdir):
 # ---- the loop ------------------------------------------------------------------------------------------------------
 
 
-def evaluate(cfg, run, params, mesh, task, tokens):
-    """{log_pplx, accuracy, num_predictions} over all of `tokens`, each predicted once; host sums in float64."""
+def evaluate(run, params, batches):
+    """{log_pplx, accuracy, num_predictions} over batches that lie on the mesh; host sums in float64."""
     sums, launched = collections.defaultdict(lambda: np.zeros(2)), collections.deque()
 
     def read(result):
         for name, pair in jax.device_get(result).items():
             sums[name] += np.float64(pair)
 
-    for batch in data.once(cfg, tokens):
-        launched.append(run(params, data.put(mesh, task.batch(cfg), batch)))
+    for batch in batches:
+        launched.append(run(params, batch))
         if len(launched) > 2:  # read behind, as in training
             read(launched.popleft())
     for result in launched:
@@ -417,7 +417,7 @@ def train(cfg, mesh, task, corpus, workdir):
     """Trains to cfg.steps, from the newest checkpoint in `workdir` if there is one; the Journal tells of it."""
     table = task.params(cfg)
     tx = make_optimizer(cfg, table)
-    run_step, run_eval = make_step(cfg, mesh, task, tx), make_eval(cfg, mesh, task)
+    hosts = data.hosts(cfg, mesh, task.batch(cfg)["rows"])
     about = overview(cfg, table, abstract_state(cfg, mesh, table, tx))
     print(about, flush=True)
 
@@ -429,39 +429,58 @@ def train(cfg, mesh, task, corpus, workdir):
         if first >= cfg.steps:
             print(f"steps={cfg.steps} are taken: nothing to do. To go on: --workdir={workdir} steps=N")
             return
+        end = data.last_step(cfg, corpus, first, sequences)
+        print(data.describe(cfg, corpus, end, hosts), flush=True)
+        if end < cfg.steps:
+            refuse(f"data ends with step {end}, before steps={cfg.steps}: say steps={end}, or more epochs")
         keep_config(cfg, workdir)
         with contextlib.closing(Journal(cfg, mesh, task, workdir, first, about)) as journal:
-            batches, running, unread = data.stream(cfg, corpus.train, sequences), collections.deque(), None
-            specs = task.batch(cfg)
-            for step in range(first + 1, cfg.steps + 1):
-                state, report = run_step(state, data.put(mesh, specs, next(batches)))
-                if step == first + 1:
-                    print(f"compiled in {journal.lap(first)[0]:.1f} s", flush=True)
-                if unread:  # a report is read when the step after it is under way
-                    journal.trained(*unread)
-                last, consumed = step == cfg.steps, sequences + (step - first) * cfg.batch
-                logs, evaluates, saving = (last or step % every == 0
-                                           for every in (cfg.log_every, cfg.eval_every, cfg.checkpoint_every))
-                unread = (step, report, consumed * cfg.seq) if logs or step == 1 else None
-                if unread and (evaluates or saving):
-                    journal.trained(*unread)
-                    unread = None
-                if evaluates:
-                    result = evaluate(cfg, run_eval, averaged(cfg, state), mesh, task, corpus.valid)
-                    journal.evaluated(step, "valid", result)
-                if saving:
-                    checkpoint.save(saves, step, state, {"sequences": consumed})
-                if evaluates or saving:
-                    journal.lap(step)  # their time is not the steps'
-                running.append(report)
-                if len(running) > 2:  # the host stays two steps ahead: more would only hold more batches
-                    jax.block_until_ready(running.popleft())
+            state = loop(cfg, mesh, task, tx, corpus, hosts[jax.process_index()], state, sequences, saves, journal)
     if cfg.sample_tokens:
-        prompt = corpus.valid[:min(32, cfg.seq)]
-        ids = make_sampler(cfg, mesh, task)(averaged(cfg, state), prompt, jax.random.key(cfg.seed))
-        said = corpus.decode(np.asarray(ids)[len(prompt):])
-        print(f"---- from {corpus.decode(prompt)!r} the model goes on:\n{said}\n----")
+        show_sample(cfg, mesh, task, corpus, averaged(cfg, state))
     print(f"{workdir / 'loss.png'}, beside it metrics.jsonl, TensorBoard events, and checkpoints/{cfg.steps}")
+
+
+def loop(cfg, mesh, task, tx, corpus, own, state, sequences, saves, journal):
+    """The state of cfg.steps, from `state`, which has seen `sequences`. `own` are this host's rows of a micro-batch."""
+    run_step, run_eval = make_step(cfg, mesh, task, tx), make_eval(cfg, mesh, task)
+    on_mesh = partial(data.put, mesh, task.batch(cfg), own=own, micro=cfg.batch // cfg.accum)
+    first, running, unread = int(state.step), collections.deque(), None
+    with contextlib.closing(data.stream(cfg, corpus, sequences, own)) as batches:
+        for step in range(first + 1, cfg.steps + 1):
+            state, report = run_step(state, on_mesh(next(batches)))
+            if step == first + 1:
+                print(f"compiled in {journal.lap(first)[0]:.1f} s", flush=True)
+            if unread:  # a report is read when the step after it is under way
+                journal.trained(*unread)
+            last, consumed = step == cfg.steps, sequences + (step - first) * cfg.batch
+            logs, evaluates, saving = (last or step % every == 0
+                                       for every in (cfg.log_every, cfg.eval_every, cfg.checkpoint_every))
+            unread = (step, report, consumed * cfg.seq) if logs or step == 1 else None
+            if unread and (evaluates or saving):
+                journal.trained(*unread)
+                unread = None
+            for name, source in corpus.valid.items() if evaluates else ():
+                turn = (step - 1) // cfg.eval_every
+                inputs = map(on_mesh, data.eval_batches(cfg, source, name, own, turn))
+                journal.evaluated(step, name, evaluate(run_eval, averaged(cfg, state), inputs))
+            if saving:
+                checkpoint.save(saves, step, state, {"sequences": consumed})
+            if evaluates or saving:
+                journal.lap(step)  # their time is not the steps'
+            running.append(report)
+            if len(running) > 2:  # the host stays two steps ahead: more would only hold more batches
+                jax.block_until_ready(running.popleft())
+    return state
+
+
+def show_sample(cfg, mesh, task, corpus, params):
+    """Prints what the model writes after the beginning of the validation data."""
+    source = next(iter(corpus.valid.values()), corpus.train)
+    prompt = np.asarray(source.example(0).ids[:min(32, cfg.seq)], np.int32)
+    ids = make_sampler(cfg, mesh, task)(params, prompt, jax.random.key(cfg.seed))
+    decode = corpus.tokenizer.decode
+    print(f"---- from {decode(prompt)!r} the model goes on:\n{decode(np.asarray(ids)[len(prompt):])}\n----")
 
 
 # ---- the command line ----------------------------------------------------------------------------------------------
@@ -528,6 +547,8 @@ def main(argv):
                                  f"There are: {', '.join(known)}")
         cfg = configs.override(configs.CONFIGS[name](), words)
         is_frozen(cfg, TASK.params(cfg))
+        if mode == "train" and not any(word.startswith("vocab=") for word in words):
+            cfg = data.fitting(cfg)
     except ValueError as error:
         refuse(error)
     logging.set_verbosity(logging.ERROR)  # Orbax narrates
