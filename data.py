@@ -21,11 +21,10 @@ import sys
 import sysconfig
 import threading
 import time
-import zipfile
 import zlib
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from functools import cache, lru_cache, partial
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any, Callable, NamedTuple
 
@@ -75,7 +74,7 @@ def of_known(vocab, decode):
 
 @cache
 def open_tokenizer(name):
-    """The Tokenizer of `bytes`, FILE.model (SentencePiece), FILE.json (Hugging Face's tokenizers), or a number of ids."""
+    """The Tokenizer of `bytes`, FILE.model (SentencePiece), FILE.json (Hugging Face), or NUMBER (ids without text)."""
     if name == "bytes":
         encode = lambda texts: [np.frombuffer(text.encode(), np.uint8) for text in texts]
         return Tokenizer(name, name, 256, None, 0, None, False, encode,
@@ -101,7 +100,7 @@ def open_sentencepiece(name, digest):
     except (RuntimeError, OSError) as error:
         raise ValueError(f"tokenizer={name} is not a SentencePiece model: {error}") from error
     bos, eos, pad = (i if i >= 0 else None for i in (model.bos_id(), model.eos_id(), model.pad_id()))
-    encode = partial(getattr(model, "encode_as_numpy", model.encode), num_threads=1)  # since 0.2.2 without a list between
+    encode = partial(getattr(model, "encode_as_numpy", model.encode), num_threads=1)  # arrays since 0.2.2
     vocab = model.vocab_size()
     return Tokenizer(name, digest, vocab, bos, eos, pad, False, encode, of_known(vocab, model.decode))
 
@@ -160,17 +159,18 @@ def inputs(pattern):
         raise ValueError(f"--input={pattern}: no file has such a name")
     for path in paths:
         if kind(path) not in KINDS or kind(path) in (".parquet", ".bin", ".npy") and path.suffix in PACKERS:
-            raise ValueError(f"{path}: what kind of file is it? {', '.join(KINDS[:3])}, each also with .gz or .zst, and "
-                             f"{', '.join(KINDS[3:])} can be read; --input='*.txt' takes some files of a folder")
+            raise ValueError(f"{path}: what kind of file is it? {', '.join(KINDS[:3])}, each also with .gz or .zst, "
+                             f"and {', '.join(KINDS[3:])} can be read; --input='*.txt' takes some files of a folder")
     return paths
 
 
 class Unpacked(io.RawIOBase):
-    """A gzip or Zstandard file as a file. EOFError where it is cut short: Zstandard's own reader takes that for an end."""
+    """A gzip or Zstandard file as a file. EOFError where it is cut short, which Zstandard's own reader lets pass."""
 
     def __init__(self, raw, suffix):
         self.raw, self.frame, self.held = raw, None, b""
-        self.new = partial(zlib.decompressobj, 31) if suffix == ".gz" else extra("zstandard").ZstdDecompressor().decompressobj
+        zstandard = suffix == ".zst" and extra("zstandard")
+        self.new = zstandard.ZstdDecompressor().decompressobj if zstandard else partial(zlib.decompressobj, 31)
 
     def readable(self):
         return True
@@ -259,8 +259,8 @@ def records(path, settings):
     except Exception as error:  # whatever a library makes of a damaged file
         if str(path) in str(error):
             raise
-        raise ValueError(f"{path}: after {offset} bytes of text it cannot be read: {str(error) or 'it is cut short'}; is the "
-                         f"file whole? Fetch it again") from error
+        raise ValueError(f"{path}: after {offset} bytes of text it cannot be read: {str(error) or 'it is cut short'}; "
+                         f"is the file whole? Fetch it again") from error
 
 
 def parse(path, record, key):
@@ -270,8 +270,8 @@ def parse(path, record, key):
         value = value.decode() if isinstance(value, bytes) else value
         row = json.loads(value) if kind(path) in (".json", ".jsonl") else {key: value}
     except UnicodeDecodeError as error:
-        raise ValueError(f"{where(path, record)}: byte {error.start} from there is {error.object[error.start]:#x}, which "
-                         f"is not UTF-8; convert the file, as with iconv") from error
+        raise ValueError(f"{where(path, record)}: byte {error.start} from there is {error.object[error.start]:#x}, "
+                         f"which is not UTF-8; convert the file, as with iconv") from error
     except json.JSONDecodeError as error:
         raise ValueError(f"{where(path, record)}: it is not JSON, an object a line: {error}") from error
     if not isinstance(row, dict) or key not in row:
@@ -301,13 +301,14 @@ def encode(settings, path, chunk):
     values = [parse(path, record, settings["key"]) for record in chunk]
     texts = [(i, part) for i, value in enumerate(values) if isinstance(value, str) for part in cuts(value)]
     if texts and not tokenizer.encode:
-        raise ValueError(f"{where(path, chunk[0])}: it is text, and --tokenizer={tokenizer.name} is for ids; name another")
+        raise ValueError(f"{where(path, chunk[0])}: it is text, and --tokenizer={tokenizer.name} is for ids; name one "
+                         f"for text")
     try:
         encoded = tokenizer.encode([part for _, part in texts]) if texts else ()
     except Exception as error:  # of libraries that have one for everything
         i = next((i for i, part in texts if re.search("[\ud800-\udfff]", part)), texts[0][0])
-        raise ValueError(f"{where(path, chunk[i])}: {tokenizer.name} cannot encode it, which for half a surrogate pair is "
-                         f"right: {error!r}") from error
+        raise ValueError(f"{where(path, chunk[i])}: {tokenizer.name} cannot encode it, which for half a surrogate pair "
+                         f"is right: {error!r}") from error
     ids = [[] if isinstance(value, str) else [value] for value in values]
     bos, eos = (np.array([settings[name]] if settings[f"add_{name}"] else [], np.int64) for name in ("bos", "eos"))
     for (i, _), part in zip(texts, encoded):
@@ -320,8 +321,8 @@ def encode(settings, path, chunk):
     bad = np.flatnonzero((flat < 0) | (flat >= tokenizer.vocab))
     if len(bad):
         i = np.searchsorted(np.cumsum(lengths), bad[0], "right")
-        raise ValueError(f"{where(path, chunk[i])}: id {flat[bad[0]]}, number {bad[0] - lengths[:i].sum()} there, is not "
-                         f"one of the {tokenizer.vocab} of {tokenizer.name}")
+        raise ValueError(f"{where(path, chunk[i])}: id {flat[bad[0]]}, number {bad[0] - lengths[:i].sum()} there, is "
+                         f"not one of the {tokenizer.vocab} of {tokenizer.name}")
     return flat.astype(stored).tobytes(), lengths
 
 
@@ -378,7 +379,8 @@ class Writer:
         self.starts.write(np.int64(self.tokens).tobytes())  # where the last one ends
         self.starts.flush()
         os.fsync(self.starts.fileno())
-        s, keys = self.settings, ("vocab", "bos", "eos", "pad", "add_bos", "add_eos", "sha256", "shard_tokens", "key", "inputs")
+        s = self.settings
+        keys = "vocab", "bos", "eos", "pad", "add_bos", "add_eos", "sha256", "shard_tokens", "key", "inputs"
         write_json(self.out / "index.json", {
             "dtype": s["stored"], "tokens": self.tokens, "documents": self.documents, "tokenizer": s["kept"],
             **{key: s[key] for key in keys}, "shards": self.progress["shards"], "checked_bytes": CHECKED,
@@ -405,7 +407,7 @@ def write_json(path, value):
 
 
 def chunks(paths, settings, progress):
-    """(file, number of the first record, Records, bytes read by now) of about PIECE / 2 each, from where `progress` says."""
+    """(file, number of the first record, Records of about PIECE / 2, bytes read by now), from where `progress` says."""
     before = sum(path.stat().st_size for path in paths[:progress["file"]])
     for file in range(progress["file"], len(paths)):
         chunk, size, first = [], 0, progress["record"] if file == progress["file"] else 0
@@ -420,13 +422,19 @@ def chunks(paths, settings, progress):
             yield file, first, chunk, before
 
 
-def in_parallel(work, items, workers):
+def end_with_parent(lock):
+    """What a worker does first: lets go of the folder's lock, and sees to it that it ends when its parent is killed."""
+    lock.close()
+    threading.Thread(target=lambda: (parent_process().join(), os._exit(1)), daemon=True).start()
+
+
+def in_parallel(work, items, workers, lock):
     """(item, work(*item)) in order; at most 2 workers + 1 of them are held at once."""
     if workers == 1:
         yield from ((item, work(*item)) for item in items)
         return
-    pending = collections.deque()
-    with ProcessPoolExecutor(workers, get_context("fork")) as pool:  # no accelerator is in use here, and a spawn is slow
+    pending, fork = collections.deque(), get_context("fork")  # no accelerator is in use, and spawn is slow
+    with ProcessPoolExecutor(workers, fork, end_with_parent, (lock,)) as pool:
         try:
             for item in items:
                 pending.append((item, pool.submit(work, *item)))
@@ -464,8 +472,8 @@ def train_tokenizer(paths, settings, path, size=2**30):
                     return
     model.train_from_iterator(texts(size), trainer)
     if model.get_vocab_size() != settings["train"]:
-        raise ValueError(f"--train-tokenizer={settings['train']}: this text makes {model.get_vocab_size()} ids (all bytes "
-                         f"and an end of text are 257); say --train-tokenizer={model.get_vocab_size()}")
+        raise ValueError(f"--train-tokenizer={settings['train']}: this text makes {model.get_vocab_size()} ids (all "
+                         f"bytes and an end of text are 257); say --train-tokenizer={model.get_vocab_size()}")
     model.save(str(path.with_suffix(".part")))
     os.replace(path.with_suffix(".part"), path)
 
@@ -484,8 +492,9 @@ def settings_of(flags, paths):
             raise ValueError(f"--{flag}={flags[flag]}: true or false")
     if bool(flags["tokenizer"]) == bool(flags["train-tokenizer"]):
         raise ValueError("give one of --tokenizer=bytes|FILE.model|tokenizer.json|NUMBER and --train-tokenizer=NUMBER")
-    return {"inputs": [[path.name, path.stat().st_size] for path in paths], "key": flags["key"], "dtype": flags["dtype"],
-            "shard_tokens": int(flags["shard-tokens"]), "train": int(flags["train-tokenizer"] or 0)}
+    return {"inputs": [[path.name, path.stat().st_size] for path in paths],
+            "key": flags["key"], "dtype": flags["dtype"], "shard_tokens": int(flags["shard-tokens"]),
+            "train": int(flags["train-tokenizer"] or 0)}
 
 
 def prepare(flags):
@@ -521,11 +530,11 @@ def prepare(flags):
         print(f"{out} is finished: {index['tokens']:,} tokens of {index['documents']:,} documents")
         return
     if index or progress and progress["settings"] != settings:
-        raise ValueError(f"{out} holds {'tokens' if index else 'an unfinished run'} of other input, tokenizer or flags: "
-                         f"give another --out, or remove it")
+        raise ValueError(f"{out} holds {'tokens' if index else 'an unfinished run'} of other input, tokenizer or "
+                         f"flags: give another --out, or remove it")
     if kept != source and not (out / kept).exists():
         write_bytes(out / kept, Path(source).read_bytes())
-    write_shards(paths, out, settings | {"tokenizer": source}, Writer(out, settings), int(flags["workers"]))
+    write_shards(paths, out, settings | {"tokenizer": source}, Writer(out, settings), int(flags["workers"]), lock)
 
 
 def write_bytes(path, content):
@@ -535,7 +544,7 @@ def write_bytes(path, content):
     os.replace(part, path)
 
 
-def write_shards(paths, out, settings, writer, workers):
+def write_shards(paths, out, settings, writer, workers, lock):
     """Tokenizes in `workers` processes and writes in order, so that the bytes do not depend on how many they are."""
     if writer.progress["shards"]:
         print(f"goes on after {writer.tokens:,} tokens of {writer.documents:,} documents")
@@ -551,7 +560,8 @@ def write_shards(paths, out, settings, writer, workers):
               f"documents/s, {text / seconds / 1e6:.2f} MB/s of text, {left}", flush=True)
 
     work = partial(encode_chunk, settings, paths)
-    for (file, number, chunk, read), (ids, lengths) in in_parallel(work, chunks(paths, settings, writer.progress), workers):
+    todo = chunks(paths, settings, writer.progress)
+    for (file, number, chunk, read), (ids, lengths) in in_parallel(work, todo, workers, lock):
         first = read if first is None else first
         begins = np.array([record.begins for record in chunk])
         writer.add(file, number, begins, lengths, np.frombuffer(ids, settings["stored"]))
@@ -599,15 +609,16 @@ class Remote:
         try:
             self.store = tensorstore.KvStore.open(self.url, context=tensorstore.Context(context)).result(patience)
         except (ValueError, TimeoutError) as error:
-            raise ValueError(f"{url} cannot be opened: {str(error) or 'no answer'}; gs://, s3://, http(s):// and file:// can") \
-                from error
+            raise ValueError(f"{url} cannot be opened: {str(error) or 'no answer'}; gs://, s3://, http(s):// and "
+                             f"file:// can") from error
 
     def read(self, ranges):
         """The bytes of each (file, start, stop); stop None is the end. Raises ValueError with file and bytes."""
         done, deadline, pause = {}, time.monotonic() + self.patience, 0.1
         while len(done) < len(set(ranges)):
             with self.library.Batch() as batch:
-                asked = {r: self.store.read(r[0], byte_range=slice(*r[1:]), batch=batch) for r in ranges if r not in done}
+                asked = {one: self.store.read(one[0], byte_range=slice(*one[1:]), batch=batch)
+                         for one in ranges if one not in done}
             problem = None
             for one, future in asked.items():
                 name, start, stop = one
@@ -674,8 +685,9 @@ class Shards:
         if not path.is_file():
             raise ValueError(f"{path} is missing: fetch it again, or prepare the data again")
         if path.stat().st_size != wanted:
-            raise ValueError(f"{path} has {path.stat().st_size} bytes, and index.json says {count} x {dtype} = {wanted}: "
-                             f"it is cut short, or of another dtype; fetch it again, or prepare the data again")
+            raise ValueError(f"{path} has {path.stat().st_size} bytes, and index.json says {count} x {dtype} = "
+                             f"{wanted}: it is cut short, or of another dtype; fetch it again, or prepare the data "
+                             f"again")
         return np.asarray(np.memmap(path, dtype, "r")) if count else np.zeros(0, dtype)
 
     def kept_starts(self):
@@ -693,8 +705,8 @@ class Shards:
         if self.folder and (files == (stops - 1) // self.size).all():
             spans = zip(files.tolist(), (starts % self.size).tolist(), (stops - starts).tolist())
             return [self.files[i][a:a + n] for i, a, n in spans]
-        parts = [[(i, max(a - i * self.size, 0), min(b - i * self.size, self.size)) for i in range(a // self.size, -(-b // self.size))]
-                 for a, b in zip(starts.tolist(), stops.tolist())]
+        parts = [[(i, max(a - i * self.size, 0), min(b - i * self.size, self.size))
+                  for i in range(a // self.size, -(-b // self.size))] for a, b in zip(starts.tolist(), stops.tolist())]
         if self.folder:
             content = iter([self.files[i][a:b] for part in parts for i, a, b in part])
         else:
@@ -717,15 +729,15 @@ class Shards:
                 content = self.fetch(name, a, b) if self.folder is None else \
                     np.memmap(self.folder / name, np.uint8, "r", offset=a, shape=(b - a,))
                 if zlib.crc32(content) != expected:
-                    raise ValueError(f"{self.name}/{name}: {self.damage(content, name, a, b)}: fetch the file again, or "
-                                     f"prepare the data again")
+                    raise ValueError(f"{self.name}/{name}: {self.damage(content, name, a, b)}: fetch the file again, "
+                                     f"or prepare the data again")
 
     def damage(self, content, name, a, b):
         ids = np.frombuffer(content, self.dtype)
         bad = np.flatnonzero(ids >= self.vocab) if name in self.names else ()
         if len(bad):
-            return f"id {ids[bad[0]]} at byte {a + bad[0] * self.dtype.itemsize} is not one of the {self.vocab} of its " \
-                   f"tokenizer"
+            offset = a + bad[0] * self.dtype.itemsize
+            return f"id {ids[bad[0]]} at byte {offset} is not one of the {self.vocab} of its tokenizer"
         return f"bytes {a} to {b} are not those that were written, their checksum says"
 
     def tokenizer(self):
@@ -846,59 +858,37 @@ def characters(path, text):
 def text_stores(cfg, data, share):
     """(train, valid, tokenizer) of text. Of several files each is a document, with an end-of-text token behind it."""
     files = find(data)
-    share = PYTHON_VALID_SHARE if share and data == "python" else share
-
-    def store(name, documents, encode, eos):
-        """`encode` takes a list of texts."""
-        end = np.array([eos] * (len(files) > 1 and eos is not None), np.uint8 if eos == 0 else np.int64)
-        rows = [np.concatenate([ids, end]) for ids in encode(documents)]
-        starts = np.cumsum([0, *map(len, rows)], dtype=np.int64)
-        dtype = np.min_scalar_type(tokenizer.vocab - 1)
-        return Memory(f"data={data} ({name})", np.concatenate([np.zeros(0, dtype), *rows]).astype(dtype), starts)
-
-    if cfg.tokenizer in ("", "bytes"):
-        tokenizer = open_tokenizer("bytes")
-        as_ids = lambda texts: [np.frombuffer(text, np.uint8) for text in texts]
-        make = lambda: [store(name, part.values(), as_ids, 0) for name, part in zip(
-            ("train", "valid"), split({n: bytes_of(path) for n, path in files.items()}, share))]
-        stores = cached(data, files, make) if data == "python" else make()
-        return *stores, tokenizer
-    parts = split({n: characters(path, bytes_of(path)) for n, path in files.items()}, share)
+    texts, in_bytes = {name: bytes_of(path) for name, path in files.items()}, cfg.tokenizer in ("", "bytes")
+    if not in_bytes:
+        texts = {name: characters(files[name], text) for name, text in texts.items()}
+    parts = split(texts, PYTHON_VALID_SHARE if share and data == "python" else share)
     if cfg.tokenizer == "chars":
-        tokenizer = alphabet(data, [*parts[0].values(), *parts[1].values(), "\0" * (len(files) > 1)])
+        tokenizer = alphabet([*texts.values(), "\0" * (len(files) > 1)])
     else:
-        tokenizer = open_tokenizer(cfg.tokenizer)
-    whole = lambda texts: [np.concatenate([np.asarray(x, np.int64) for x in tokenizer.encode(list(cuts(t)))]) for t in texts]
-    return *(store(n, part.values(), whole, tokenizer.eos) for n, part in zip(("train", "valid"), parts)), tokenizer
+        tokenizer = open_tokenizer(cfg.tokenizer or "bytes")
+    dtype = np.min_scalar_type(tokenizer.vocab - 1)
+    eos = 0 if in_bytes else tokenizer.eos
+    end = [eos] if len(files) > 1 and eos is not None else []
+
+    def ids(text):
+        pieces = [np.frombuffer(text, np.uint8)] if in_bytes else tokenizer.encode(list(cuts(text)))
+        return np.concatenate([np.asarray(x, dtype) for x in (*pieces, end)])
+
+    def store(name, part):
+        rows = [ids(text) for text in part.values()]
+        starts = np.cumsum([0, *map(len, rows)], dtype=np.int64)
+        return Memory(f"data={data} ({name})", np.concatenate([np.zeros(0, dtype), *rows]), starts)
+
+    return store("train", parts[0]), store("valid", parts[1]), tokenizer
 
 
-def alphabet(data, texts):
+def alphabet(texts):
     """The Tokenizer whose ids number the characters that there are, in the order of their codes; \\0 ends a text."""
     codes = np.unique(np.concatenate([np.frombuffer(t.encode("utf-32-le"), np.uint32) for t in texts]))
     number = {chr(c): i for i, c in enumerate(codes)}
     encode = lambda texts: [np.searchsorted(codes, np.frombuffer(t.encode("utf-32-le"), np.uint32)) for t in texts]
     decode = of_known(len(codes), lambda ids: "".join(chr(codes[i]) for i in ids))
     return Tokenizer("chars", sha256(codes.tobytes()), len(codes), None, number.get("\0"), None, False, encode, decode)
-
-
-def cached(data, files, make):
-    """make()'s two stores, kept in the user's cache folder under a name that tells these very files."""
-    stamp = zlib.crc32(repr([(n, p.stat().st_size, p.stat().st_mtime_ns) for n, p in files.items()]).encode())
-    path = cache_folder() / f"python-{stamp:08x}.npz"
-    try:
-        with np.load(path) as kept:
-            return [Memory(f"data={data} ({n})", kept[f"{n}_tokens"], kept[f"{n}_starts"]) for n in ("train", "valid")]
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):  # not there, or cut short: make it (again)
-        stores = make()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(f".{os.getpid()}.npz")  # renamed when whole: another run sees all of it or nothing
-        arrays = {f"{n}_{key}": getattr(s, key) for n, s in zip(("train", "valid"), stores) for key in ("tokens", "starts")}
-        np.savez(part, **arrays)
-        os.replace(part, path)
-    except OSError as error:
-        print(f"not kept for the next run: {error}")
-    return stores
 
 
 # ---- sources: classes with a length and example(i) -----------------------------------------------------------------
@@ -1090,7 +1080,8 @@ def custom(cfg, data):
         length = len(source)
         source.example
     except Exception as error:  # it is the user's code: anything may come
-        raise ValueError(f"data={data}: a class with __init__(cfg), __len__() and example(i) is wanted; {error!r}") from error
+        raise ValueError(f"data={data}: a class with __init__(cfg), __len__() and example(i) is wanted; "
+                         f"{error!r}") from error
     if length < 1:
         raise ValueError(f"data={data}: its length is {length}")
     return source
@@ -1226,7 +1217,8 @@ class Mixture:
 def columns(rows):
     """A list of Row as Rows."""
     cuts = [np.asarray(row.cuts, np.int64) for row in rows]
-    return Rows([row.ids for row in rows], np.concatenate([np.zeros(0, np.int64), *cuts]), np.array([*map(len, cuts)], int))
+    flat, counts = np.concatenate([np.zeros(0, np.int64), *cuts]), np.array([*map(len, cuts)], int)
+    return Rows([row.ids for row in rows], flat, counts)
 
 
 def read(source, index, name):
@@ -1318,14 +1310,16 @@ def open_source(cfg, data, share):
         tokenizer, total = shards.tokenizer(), shards.index["tokens"]
         if cfg.tokenizer and (wanted := open_tokenizer(cfg.tokenizer)).sha256 != shards.sha256:
             raise ValueError(f"data={data} was made by a tokenizer whose SHA-256 begins with {shards.sha256[:12]}, and "
-                             f"tokenizer={cfg.tokenizer} is {wanted.sha256[:12]}: leave it out, or prepare the data again")
+                             f"tokenizer={cfg.tokenizer} is {wanted.sha256[:12]}: leave it out, or prepare the data "
+                             f"again")
         check_ids(cfg, data, tokenizer, [shards])
         nothing = verify(shards)
         cut = total - int(min(share * total, VALID_TOKENS))
         whole = int(shards.starts[min(np.searchsorted(shards.starts, cut), len(shards.starts) - 1)])
         cut = whole if 0 < whole < total else cut  # between two documents, if it can
         ranges = [(shards, 0, cut), (shards, cut, total)][:1 + bool(share)]
-    for (store, a, b), name, least in zip(ranges, ("train", "valid"), (2 * cfg.seq if cfg.packing == "concat" else 2, 2)):
+    least_of_all = 2 * cfg.seq if cfg.packing == "concat" else 2
+    for (_, a, b), name, least in zip(ranges, ("train", "valid"), (least_of_all, 2)):
         if b - a < least:
             raise ValueError(f"data={data}: its {name} part is {b - a} tokens, too few for seq={cfg.seq}: "
                              f"give more text or a smaller seq")
@@ -1368,13 +1362,17 @@ def describe(cfg, corpus, end, hosts):
     """What is read, for people: sizes, where data ends, who reads which rows."""
     parts = getattr(corpus.train, "parts", [corpus.train])
     lines = [f"data: {part.name}: {len(part):,} rows of {cfg.seq} + 1 tokens an epoch, {cfg.packing}" for part in parts]
-    lines += [f"eval {name}: {len(source):,} rows, of which each evaluation reads "
-              + (f"{cfg.eval_batches} batches, {'the first' if cfg.eval_reset else 'the next'}" if cfg.eval_batches else "all")
+    some = f"{'the first' if cfg.eval_reset else 'the next'} {cfg.eval_batches} batches"
+    lines += [f"eval {name}: {len(source):,} rows, of which each evaluation reads {some if cfg.eval_batches else 'all'}"
               for name, source in corpus.valid.items()] or ["eval: none; eval_data=PATH names data"]
     lines.append(f"epochs={cfg.epochs}: data ends with step {end}" if end < math.inf else "epochs=inf: data has no end")
     told = [f"host {i} reads rows {spans(rows)} of {cfg.batch // cfg.accum}" for i, rows in list(hosts.items())[:16]]
     more = [f"{len(hosts) - 16} more hosts likewise"] if len(hosts) > 16 else []
-    return "\n".join([*lines, "; ".join(told + more) + (f" in each of {cfg.accum} micro-batches" if cfg.accum > 1 else "")])
+    return "\n".join([*lines, "; ".join(told + more) + in_each(cfg)])
+
+
+def in_each(cfg):
+    return f" in each of {cfg.accum} micro-batches" if cfg.accum > 1 else ""
 
 
 def spans(rows):
@@ -1384,6 +1382,9 @@ def spans(rows):
 
 
 # ---- batches -------------------------------------------------------------------------------------------------------
+
+
+counting = lru_cache(4)(partial(np.arange, dtype=np.int32))
 
 
 def assemble(cfg, source, numbers, real):
@@ -1397,7 +1398,8 @@ def assemble(cfg, source, numbers, real):
     for r, ids in enumerate(rows.ids):
         lengths[r] = len(ids)
         if not 0 < len(ids) <= width:
-            raise ValueError(f"{source.where(numbers[r], 0)}: the example has {len(ids)} ids; 1 to {width} (seq + 1) fit")
+            raise ValueError(f"{source.where(numbers[r], 0)}: the example has {len(ids)} ids; 1 to {width} (seq + 1) "
+                             f"fit")
         text[r, :len(ids)] = ids
     if text.max(initial=0) >= cfg.vocab or text.min(initial=0) < 0:
         r, column = np.argwhere((text >= cfg.vocab) | (text < 0))[0]
@@ -1411,8 +1413,8 @@ def assemble(cfg, source, numbers, real):
     number = np.arange(len(runs)) - np.searchsorted(runs, begin)[row] + 1
     number[runs - begin[row] >= lengths[row]] = 0
     sizes = np.diff(runs, append=n * width)
-    segments = np.repeat(number.astype(np.int32), sizes)
-    positions = np.arange(n * width, dtype=np.int32) - np.repeat(runs.astype(np.int32), sizes)
+    segments, positions = np.repeat(number.astype(np.int32), sizes), np.repeat(runs.astype(np.int32), sizes)
+    np.subtract(counting(n * width), positions, out=positions)  # in place: fresh memory is what costs here
     return text, segments.reshape(n, width), positions.reshape(n, width)
 
 
@@ -1451,7 +1453,7 @@ def build(cfg, source, first, own, end=math.inf):
 
 
 def ahead(work, items, depth=2):
-    """work(item) of each item in order, `depth` of them ahead in a thread. An error in any of these is raised at once."""
+    """work(item) of each item in order, `depth` of them ahead in a thread. An error in one is raised at once."""
     pending = collections.deque()
     with ThreadPoolExecutor(1) as pool:
         try:
@@ -1525,19 +1527,22 @@ def show(cfg, step, host, of, rows):
     if micro % of:
         raise ValueError(f"--host={host}/{of}: {micro} rows are not divisible by {of} hosts")
     own = np.arange(host * micro // of, (host + 1) * micro // of)
-    batch = build(cfg, corpus.train, (step - 1) * cfg.batch, own)
     decode, width = corpus.tokenizer.decode, 120
-    print(f"{cfg.data}, step {step}: sequences {(step - 1) * cfg.batch} to {step * cfg.batch - 1}, of which host {host} of "
-          f"{of} has rows {spans(own)}" + (f" in each of {cfg.accum} micro-batches" if cfg.accum > 1 else ""))
+    first = (step - 1) * cfg.batch
+    print(f"{cfg.data}, step {step}: sequences {first} to {first + cfg.batch - 1}, of which host {host} of {of} has "
+          f"rows {spans(own)}{in_each(cfg)}")
+    batch = build(cfg, corpus.train, first, own)
     flat = {name: x.reshape(-1, *x.shape[2:]) for name, x in batch.items()}
     for r, number in enumerate(flat["rows"][:rows]):
-        print(f"\nrow {number}: {corpus.train.where((step - 1) * cfg.batch + number, 0)}")
+        print(f"\nrow {number}: {corpus.train.where(first + number, 0)}")
         segments = flat["segments"][r]
         for segment in sorted(set(segments[segments > 0].tolist())):
             columns = np.flatnonzero(segments == segment)
             ids, weights = flat["tokens"][r, columns], flat["weights"][r, columns]
-            print(f"  segment {segment}: columns {columns[0]} to {columns[-1]}, {weights.sum():g} targets: {decode(ids)!r}")
-            cells = [(str(p), repr(decode([i]))[1:-1], repr(decode([t]))[1:-1] if w else "-", f"{w:g}") for p, i, t, w in
+            print(f"  segment {segment}: columns {columns[0]} to {columns[-1]}, {weights.sum():g} targets: "
+                  f"{decode(ids)!r}")
+            shown = lambda i: repr(decode([i]))[1:-1]
+            cells = [(str(p), shown(i), shown(t) if w else "-", f"{w:g}") for p, i, t, w in
                      zip(flat["positions"][r, columns], ids, flat["targets"][r, columns], weights)]
             while cells:
                 sizes = [max(map(len, cell)) + 2 for cell in cells]
@@ -1575,7 +1580,8 @@ def main(argv):
     if argv[0] == "verify":
         shards = Shards(flags["data"], 60)
         shards.verify(shards.index["shards"])
-        return print(f"{flags['data']}: {len(shards.counts)} files, {sum(shards.counts):,} tokens, as they were written")
+        return print(f"{flags['data']}: {len(shards.counts)} files, {sum(shards.counts):,} tokens, as they were "
+                     f"written")
     host = re.fullmatch(r"(\d+)/(\d+)", flags["host"])
     if not host or not int(host[1]) < int(host[2]):
         raise ValueError(f"--host={flags['host']}: as 0/2, the first of two")
@@ -1583,7 +1589,8 @@ def main(argv):
         if not flags[flag].isdigit() or flags[flag] == "0":
             raise ValueError(f"--{flag}={flags[flag]}: a whole number, 1 or more")
     if flags["config"] not in configs.CONFIGS:
-        raise ValueError(f"--config={flags['config']}: did you mean {configs.nearest(flags['config'], configs.CONFIGS)}?")
+        raise ValueError(f"--config={flags['config']}: did you mean "
+                         f"{configs.nearest(flags['config'], configs.CONFIGS)}?")
     cfg = configs.override(configs.CONFIGS[flags["config"]](), [*words, f"data={flags['data']}"])
     cfg = cfg if any(word.startswith("vocab=") for word in words) else fitting(cfg)
     show(cfg, int(flags["step"]), int(host[1]), int(host[2]), int(flags["rows"]))
