@@ -1603,7 +1603,8 @@ def fitting(cfg):
 
 
 if __name__ == "__main__":
+    import data  # as a source of yours does: so that both mean one Row
     try:
-        main(sys.argv[1:])
+        data.main(sys.argv[1:])
     except ValueError as problem:
         raise SystemExit(f"data.py: {problem}")
