@@ -22,7 +22,7 @@ import sysconfig
 import threading
 import time
 import zlib
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, ThreadPoolExecutor
 from functools import cache, lru_cache, partial
 from multiprocessing import get_context, parent_process
 from pathlib import Path
@@ -1331,7 +1331,8 @@ def load(cfg):
     """The Corpus of a run. Raises ValueError, with file, offset and remedy, for data that is not as it should be."""
     pairs = mixture(cfg.data)
     opened = [open_source(cfg, data, 0 if cfg.eval_data else VALID_SHARE) for data, _ in pairs]
-    names = ["valid"] if len(pairs) == 1 else [Path(data).name or data for data, _ in pairs]
+    names = [re.sub(r"\W+", "_", Path(data).name) for data, _ in pairs] if len(pairs) > 1 else ["valid"]
+    names = names if len({*names}) == len(names) else [f"{name}_{i}" for i, name in enumerate(names)]
     valid = {name: source for name, (_, source, *_) in zip(names, opened) if source}
     if cfg.eval_data:
         opened.append(open_source(cfg, cfg.eval_data, 0))
@@ -1574,7 +1575,14 @@ def main(argv):
     if words and argv[0] != "show":
         raise ValueError(f"{words[0]!r}: {argv[0]} takes flags only, --name=value")
     if argv[0] == "prepare":
-        return prepare(flags)
+        try:
+            return prepare(flags)
+        except BrokenExecutor as error:
+            raise ValueError(f"a worker was killed, perhaps for want of memory; the same command goes on where it was, "
+                             f"and takes less with --workers={max(1, int(flags['workers']) // 2)}") from error
+        except OSError as error:  # a full disk, a folder that cannot be written
+            raise ValueError(f"--out={flags['out']}: {error}; with that mended, the same command goes on where it "
+                             f"was") from error
     if not flags["data"]:
         raise ValueError("give --data=DIR")
     if argv[0] == "verify":

@@ -14,6 +14,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -2227,6 +2228,36 @@ def test_data_by_weight_and_synthetic_data(tokens, tmp_path):
     corpus = data.load(synthetic)
     assert (data.build(synthetic, corpus.train, 0, np.arange(8))["targets"] == 1).all()
     assert len(corpus.valid["valid"]) * 16 >= data.Shards(str(tokens), 1).index["tokens"] - 1  # all of it
+
+
+def test_a_run_evaluates_each_part_of_a_mixture(tokens, tmp_path):
+    """Two folders of one name, too: each has its own rows, events and line in the picture."""
+    shutil.copytree(tokens, tmp_path / "other" / "tokens")
+    out = run("--config=tiny", f"--workdir={tmp_path / 'run'}", f"data={tokens}:1,{tmp_path}/other/tokens:2", "seq=16",
+              "layers=1", "d_model=16", "heads=4", "d_ff=16", "batch=8", "steps=2", "eval_every=2", "sample_tokens=0")
+    assert out.returncode == 0, out.stderr
+    rows = train.read_metrics(tmp_path / "run")
+    a, b = ([row[key] for row in rows if key in row] for key in (f"eval/tokens_{i}/log_pplx" for i in (0, 1)))
+    assert len(a) == 1 and a == b  # the same data
+    assert (tmp_path / "run" / "summaries" / "eval_test_tokens_1").is_dir()
+
+
+@pytest.mark.parametrize("what", ("full", "killed", "file"))
+def test_a_prepare_that_cannot_write_says_so_and_goes_on(what, tmp_path):
+    """A full disk, a killed worker, a file in the folder's place: one line, and the same command later finishes."""
+    (tmp_path / "text.txt").write_text("hello world of text\n" * 100_000)
+    out = tmp_path / ("text.txt" if what == "file" else "out")
+    words = f"prepare --input={tmp_path}/text.txt --tokenizer=bytes --out={out} --workers=2 --shard-tokens=500000"
+    kill = "data.encode = lambda *a: os._exit(1)\n" if what == "killed" else ""
+    limit = "resource.setrlimit(resource.RLIMIT_FSIZE, (900_000,) * 2)\n" if what == "full" else ""
+    program = f"import os, resource, sys, data\n{kill}{limit}try: data.main(sys.argv[1:])\n" \
+              "except ValueError as error: sys.exit(str(error))"
+    done = subprocess.run([sys.executable, "-c", program, *words.split()], cwd=HERE, capture_output=True, text=True)
+    assert done.returncode and done.stderr.count("\n") == 1 and "goes on where it was" in done.stderr, done.stderr
+    if what == "file":
+        return
+    data.main(words.split())
+    assert data.Shards(str(out), 1).index["tokens"] == 2_000_001
 
 
 def test_what_validates_does_not_train(tokens):

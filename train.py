@@ -274,8 +274,11 @@ PAX_TAGS = {  # TensorBoard tags that Pax's users know
 class Journal:
     """What a run tells: lines on the terminal; in its workdir metrics.jsonl, TensorBoard events and loss.png."""
 
-    def __init__(self, cfg, mesh, task, workdir, step, about):
-        """Keeps rows up to `step`: what a run that was cut off wrote after its last checkpoint comes again."""
+    def __init__(self, cfg, mesh, task, workdir, step, about, evals):
+        """Keeps rows up to `step`: what a run that was cut off wrote after its last checkpoint comes again.
+
+        `evals` are the names of what is evaluated, each a word.
+        """
         from tensorboardX import SummaryWriter
         self.cfg, self.workdir, self.devices = cfg, workdir, mesh.size
         self.flops, self.peak = task.flops(cfg), pgle.PEAK_FLOPS.get(mesh.devices.flat[0].device_kind)
@@ -283,8 +286,9 @@ class Journal:
         (workdir / "metrics.part").write_text(kept)
         os.replace(workdir / "metrics.part", workdir / "metrics.jsonl")  # whole, whenever the run is killed
         self.file = open(workdir / "metrics.jsonl", "a", buffering=1)
+        names = "train", *(f"eval_test_{name}" for name in evals)
         self.writers = {name: SummaryWriter(str(workdir / "summaries" / name), purge_step=step + 1 if step else None)
-                        for name in ("train", "eval_test_valid")}
+                        for name in names}
         self.writers["train"].add_text("parameters", "    " + about.replace("\n", "\n    "), step)
         self.bad_steps, self.step, self.time = 0, step, time.perf_counter()
 
@@ -358,7 +362,8 @@ def plot(workdir):
     from matplotlib import pyplot
     rows = read_metrics(workdir)
     figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=110)
-    lines = ("loss", "train", {"linewidth": 1}), ("eval/valid/log_pplx", "validation", {"marker": "o"})
+    evals = sorted({key for row in rows for key in row if key.endswith("/log_pplx")})
+    lines = [("loss", "train", {"linewidth": 1}), *((key, key.split("/")[1], {"marker": "o"}) for key in evals)]
     for key, label, style in lines:
         points = [(row["step"], row[key]) for row in rows if key in row and row[key] is not None]
         if points:
@@ -434,7 +439,7 @@ def train(cfg, mesh, task, corpus, workdir):
         if end < cfg.steps:
             refuse(f"data ends with step {end}, before steps={cfg.steps}: say steps={end}, or more epochs")
         keep_config(cfg, workdir)
-        with contextlib.closing(Journal(cfg, mesh, task, workdir, first, about)) as journal:
+        with contextlib.closing(Journal(cfg, mesh, task, workdir, first, about, corpus.valid)) as journal:
             state = loop(cfg, mesh, task, tx, corpus, hosts[jax.process_index()], state, sequences, saves, journal)
     if cfg.sample_tokens:
         show_sample(cfg, mesh, task, corpus, averaged(cfg, state))
