@@ -112,7 +112,12 @@ class Config:
     seed: int = 0
     log_every: int = 10
     eval_every: int = 200
-    checkpoint_every: int = 1000
+    checkpoint_every: int = 1000   # and at the last step, and where a signal stops the run
+    keep_newest: int = 3           # checkpoints that stay: so many of the newest,
+    keep_every: int = 0            # those of steps that this divides (0: none),
+    keep_best: int = 0             # and so many with the least log_pplx of the first evaluation (0: none)
+    init_from: str = ""            # DIR[@STEP]: the run begins with the parameters of another
+    rules: str = ""                # a JSON file that says which of its parameters are which: see docs/checkpoints.md
     sample_tokens: int = 240       # generated at the end; 0 is none
     temperature: float = 0.8
 
@@ -127,7 +132,12 @@ class Config:
 FRACTIONS = ("dropout", "ema_decay", "beta1", "beta2")  # in [0, 1)
 # Other whole numbers are sizes, of 1 or more.
 NO_LIMIT = {"epochs": "inf", "eval_batches": "all"}  # what a command line may call their 0
-MAY_BE_ZERO = ("decay_start", "decay_end", "schedule_start", "warmup_steps", "seed", "sample_tokens", *NO_LIMIT)
+MAY_BE_ZERO = ("decay_start", "decay_end", "schedule_start", "warmup_steps", "seed", "sample_tokens", "keep_every",
+               "keep_best", *NO_LIMIT)
+# What a run keeps for life: with another value the parameters would be those of another function of other sequences.
+LASTING = ("vocab", "seq", "layers", "d_model", "heads", "kv_heads", "d_head", "d_ff", "positions", "rope_theta",
+           "position_rows", "norm", "norm_eps", "activation", "tied", "embed_scale", "query_scale", "attention_bias",
+           "ffn_bias", "softmax_bias", "attention_cap", "logit_cap")
 
 
 def check(cfg):
@@ -152,6 +162,8 @@ def check(cfg):
         if size % count:
             raise ValueError(f"{what}={size} is not divisible by {by}={count}")
 
+    if cfg.rules and not cfg.init_from:
+        raise ValueError(f"rules={cfg.rules} are for init_from=DIR, which is not set")
     if not cfg.eval_reset and not cfg.eval_batches:
         raise ValueError("eval_reset=false goes on where the last evaluation ended: say how far, eval_batches=N")
     divides("layers", cfg.layers, "rounds", cfg.rounds)

@@ -4,14 +4,15 @@ Inside the step each device runs the same code on its own shards (`jax.shard_map
 these is called. `gather` and `scatter` are each other's transpose and `unshard` carries its own, so gradients need no
 repair; `total` sums over devices after the gradient is taken.
 """
-from functools import partial
+from functools import cache, partial
 from math import prod
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import mesh_utils
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 # Outermost first. data: a copy of the model each. fsdp: a share of every weight, gathered layer by layer. tensor: a
 # share of heads, hidden units and vocabulary. Only stage and data should cross slices (DCN). stage and context are 1.
@@ -58,6 +59,17 @@ def missing(spec):
 def total(tree, axes=AXES):
     """Sums every leaf over `axes`: an all-reduce. Never under a gradient, whose sum it would count again."""
     return lax.psum(tree, axes)
+
+
+def anywhere(mesh, flag):
+    """Whether `flag` is true in any process: an array of one bool on every device, to be read later."""
+    flags = jax.make_array_from_callback((mesh.size,), NamedSharding(mesh, P(AXES)), lambda _: np.array([flag]))
+    return _any(mesh)(flags)
+
+
+@cache
+def _any(mesh):
+    return jax.jit(jnp.any, out_shardings=NamedSharding(mesh, P()))
 
 
 def gather(x, axis, dim):

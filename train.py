@@ -9,12 +9,15 @@ import collections
 import contextlib
 import dataclasses
 import datetime
+import fcntl
 import json
 import math
 import os
 import re
+import signal
 import sys
 import textwrap
+import threading
 import time
 import zlib
 from functools import partial
@@ -32,7 +35,7 @@ import checkpoint
 import configs
 import data
 import pgle
-from mesh import AXES, local, make_mesh, missing, total
+from mesh import AXES, anywhere, local, make_mesh, missing, total
 from model import count, init_params, transformer
 
 
@@ -112,8 +115,9 @@ def make_optimizer(cfg, table):
 # ---- the step ------------------------------------------------------------------------------------------------------
 
 
-def init_state(cfg, table, tx):
-    params = init_params(table, cfg.seed)
+def init_state(cfg, table, tx, loaded=()):
+    """The State before the first step. `loaded`: {name: array} for parameters that are not drawn."""
+    params = init_params(table, cfg.seed) | dict(loaded)
     zero = jnp.zeros((), jnp.int32)
     ema = jax.tree.map(jnp.copy, params) if cfg.ema_decay else None
     return State(zero, params, tx.init(params), ema, zero, zero)
@@ -122,9 +126,8 @@ def init_state(cfg, table, tx):
 def abstract_state(cfg, mesh, table, tx):
     """The State as shapes with shardings: the optimizer's and the average's arrays lie where their parameters do."""
     def one(path, x):
-        names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey) and key.key in table]
-        spec = table[names[-1]].spec if names and x.shape == table[names[-1]].shape else P()
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+        row = checkpoint.row(path, x.shape, table)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, row.spec if row else P()))
     return jax.tree_util.tree_map_with_path(one, jax.eval_shape(partial(init_state, cfg, table, tx)))
 
 
@@ -279,18 +282,19 @@ class Journal:
 
         `evals` are the names of what is evaluated, each a word.
         """
-        from tensorboardX import SummaryWriter
         self.cfg, self.workdir, self.devices = cfg, workdir, mesh.size
         self.flops, self.peak = task.flops(cfg), pgle.PEAK_FLOPS.get(mesh.devices.flat[0].device_kind)
+        self.bad_steps, self.step, self.time, self.file, self.writers = 0, step, time.perf_counter(), None, {}
+        if jax.process_index():  # process 0 alone writes
+            return
+        from tensorboardX import SummaryWriter
         kept = "".join(json.dumps(row) + "\n" for row in read_metrics(workdir) if row["step"] <= step)
         (workdir / "metrics.part").write_text(kept)
         os.replace(workdir / "metrics.part", workdir / "metrics.jsonl")  # whole, whenever the run is killed
         self.file = open(workdir / "metrics.jsonl", "a", buffering=1)
         names = "train", *(f"eval_test_{name}" for name in evals)
-        self.writers = {name: SummaryWriter(str(workdir / "summaries" / name), purge_step=step + 1 if step else None)
-                        for name in names}
+        self.writers = {name: SummaryWriter(str(workdir / "summaries" / name), purge_step=step + 1) for name in names}
         self.writers["train"].add_text("parameters", "    " + about.replace("\n", "\n    "), step)
-        self.bad_steps, self.step, self.time = 0, step, time.perf_counter()
 
     def lap(self, step):
         """(seconds, steps) since the last lap; the next row's rates count from now."""
@@ -331,10 +335,13 @@ class Journal:
         self.write(f"eval_test_{name}", {"step": step} | result, prefix=f"eval/{name}/")
         print(f"step {step}/{self.cfg.steps}  {name}: log_pplx {result['log_pplx']:.4f} nats per token, accuracy "
               f"{result['accuracy']:.4f}, over {result['num_predictions']:,.0f} tokens", flush=True)
-        plot(self.workdir)
+        if self.file:
+            plot(self.workdir)
 
     def write(self, folder, row, prefix=""):
         """`row` as a line of JSON, its keys but `step` with `prefix`; in TensorBoard's `folder` under Pax's tags."""
+        if not self.file:
+            return
         finite = {key: value if value is None or math.isfinite(value) else None for key, value in row.items()}
         line = {key if key == "step" else prefix + key: value for key, value in finite.items()}
         self.file.write(json.dumps(line) + "\n")
@@ -343,7 +350,8 @@ class Journal:
                 self.writers[folder].add_scalar(tag, value, row["step"])
 
     def close(self):
-        self.file.close()
+        if self.file:
+            self.file.close()
         for writer in self.writers.values():
             writer.close()
 
@@ -382,8 +390,54 @@ def plot(workdir):
 # ---- the loop ------------------------------------------------------------------------------------------------------
 
 
-def evaluate(run, params, batches):
-    """{log_pplx, accuracy, num_predictions} over batches that lie on the mesh; host sums in float64."""
+class Interrupt:
+    """A context in which SIGTERM and SIGINT ask the run to save and stop; a second one ends the process at once.
+
+    A thread hears of them, also while the main thread compiles; a signal to one of many processes stops all. It takes
+    the place of other handlers, such as that of libtpu, so it is entered after devices are there.
+    """
+
+    def __init__(self, mesh):
+        self.mesh, self.signal, self.launched = mesh, None, collections.deque()
+
+    def __enter__(self):
+        self.read, self.write = os.pipe()
+        os.set_blocking(self.write, False)
+        self.before = {s: signal.signal(s, lambda *_: None) for s in (signal.SIGTERM, signal.SIGINT)}
+        self.wakeup = signal.set_wakeup_fd(self.write)
+        threading.Thread(target=self.listen, daemon=True).start()
+        return self
+
+    def __exit__(self, *_):
+        signal.set_wakeup_fd(self.wakeup)
+        for number, handler in self.before.items():  # None: one that is not Python's, and can't be put back
+            signal.signal(number, handler or signal.SIG_DFL)
+        os.close(self.write)  # ends the thread
+
+    def listen(self):
+        with open(self.read, "rb", buffering=0) as pipe:
+            for number in iter(lambda: pipe.read(1), b""):
+                if number[0] in self.before and self.signal:
+                    os.write(2, b"\ntrain.py: a second signal: ends at once\n")
+                    os._exit(128 + number[0])
+                if number[0] in self.before:
+                    self.signal = signal.Signals(number[0]).name
+                    os.write(2, f"\ntrain.py: {self.signal}: saves and stops; another ends it at once\n".encode())
+
+    def asked(self):
+        """Whether any process is to stop: the same answer in all, which call this equally often; one call late, so
+        that they do not wait for each other."""
+        if jax.process_count() == 1:
+            return bool(self.signal)
+        self.launched.append(anywhere(self.mesh, bool(self.signal)))
+        return len(self.launched) > 1 and bool(self.launched.popleft())
+
+
+def evaluate(run, params, batches, interrupt):
+    """{log_pplx, accuracy, num_predictions} over batches that lie on the mesh; host sums in float64.
+
+    None if the run was asked to stop meanwhile.
+    """
     sums, launched = collections.defaultdict(lambda: np.zeros(2)), collections.deque()
 
     def read(result):
@@ -392,6 +446,8 @@ def evaluate(run, params, batches):
 
     for batch in batches:
         launched.append(run(params, batch))
+        if interrupt.asked():
+            return None
         if len(launched) > 2:  # read behind, as in training
             read(launched.popleft())
     for result in launched:
@@ -405,78 +461,144 @@ def averaged(cfg, state):
     return state.ema if cfg.ema_decay and cfg.eval_ema else state.params
 
 
-def first_state(cfg, mesh, table, tx, saves):
-    """(state, sequences consumed) of the newest checkpoint, or a new one."""
-    target = abstract_state(cfg, mesh, table, tx)
-    if not saves.latest:
-        return jax.jit(partial(init_state, cfg, table, tx), out_shardings=places(target))(), 0
-    try:
-        state = checkpoint.restore(saves, target)
-    except ValueError as error:
-        refuse(f"{error}; go on as that run was, or begin in another --workdir")
-    sequences = checkpoint.facts(saves)["sequences"]
-    return state._replace(bad_in_a_row=0 * state.bad_in_a_row), sequences  # started again: a new chance
+def check_lasting(cfg, facts):
+    """Raises ValueError that lists the fields which a run keeps for life and which differ from those in a checkpoint."""
+    then, now = flat(configs.Config()) | facts["config"], flat(cfg)  # a field that is newer had its default
+    unknown = [f"{key}={then[key]} there, no field here" for key in then if key not in now]
+    differ = unknown + [f"{key}={then[key]} there, {now[key]} here" for key in configs.LASTING if then[key] != now[key]]
+    if differ:
+        raise ValueError(f"the checkpoint is of another model: {'; '.join(differ)}")
 
 
-def train(cfg, mesh, task, corpus, workdir):
-    """Trains to cfg.steps, from the newest checkpoint in `workdir` if there is one; the Journal tells of it."""
+def first_state(cfg, table, tx, target, leaves, folder):
+    """(state, facts) of the newest checkpoint in `folder`, or a new one: from init_from=, or drawn.
+
+    facts: the config, the sequences consumed, and whether what was to be evaluated at that step has been.
+    """
+    found = checkpoint.restore(folder, target, leaves, partial(check_lasting, cfg))
+    if found:
+        state, facts = found
+        return state._replace(bad_in_a_row=0 * state.bad_in_a_row), facts  # started again: a new chance
+    loaded = {}
+    if cfg.init_from:
+        loaded = checkpoint.begin_from(cfg.init_from, cfg.rules, {name: leaves[f"params/{name}"] for name in table}, print)
+    init = jax.jit(partial(init_state, cfg, table, tx), donate_argnums=0, out_shardings=places(target))
+    return init(loaded), {"config": flat(cfg), "sequences": 0, "evaluated": True}
+
+
+def train(cfg, mesh, task, corpus, workdir, home):
+    """Trains to cfg.steps, from the newest checkpoint in `home`, if there is one; files that tell of it in `workdir`.
+
+    Returns what to say at the end and the exit status.
+    """
     table = task.params(cfg)
     tx = make_optimizer(cfg, table)
     hosts = data.hosts(cfg, mesh, task.batch(cfg)["rows"])
-    about = overview(cfg, table, abstract_state(cfg, mesh, table, tx))
+    target = abstract_state(cfg, mesh, table, tx)
+    leaves, folder = checkpoint.layout(target, table), home / "checkpoints"
+    about = overview(cfg, table, target)
     print(about, flush=True)
-
-    with checkpoint.checkpoints(workdir / "checkpoints") as saves:
-        state, sequences = first_state(cfg, mesh, table, tx, saves)
+    with Interrupt(mesh) as interrupt:
+        try:
+            state, facts = first_state(cfg, table, tx, target, leaves, folder)
+        except (ValueError, OSError) as error:
+            refuse(f"{error}; go on as that run was, or begin in another --workdir")
         first = int(state.step)
         if first:
-            print(f"continues from step {first}, found in {workdir}")
-        if first >= cfg.steps:
-            print(f"steps={cfg.steps} are taken: nothing to do. To go on: --workdir={workdir} steps=N")
-            return
-        end = data.last_step(cfg, corpus, first, sequences)
+            print(f"continues from step {first}, found in {folder}")
+            tell_changes(cfg, facts)
+        if first > cfg.steps or first == cfg.steps and facts["evaluated"]:
+            return print(f"steps={cfg.steps} are taken: nothing to do. To go on: --workdir={workdir} steps=N")
+        end = data.last_step(cfg, corpus, first, facts["sequences"])
         print(data.describe(cfg, corpus, end, hosts), flush=True)
         if end < cfg.steps:
             refuse(f"data ends with step {end}, before steps={cfg.steps}: say steps={end}, or more epochs")
         keep_config(cfg, workdir)
-        with contextlib.closing(Journal(cfg, mesh, task, workdir, first, about, corpus.valid)) as journal:
-            state = loop(cfg, mesh, task, tx, corpus, hosts[jax.process_index()], state, sequences, saves, journal)
+        failure = ""
+        try:
+            with (contextlib.closing(Journal(cfg, mesh, task, workdir, first, about, corpus.valid)) as journal,
+                  checkpoint.Saves(folder, leaves, cfg) as saves):
+                state, step, finished = loop(cfg, mesh, task, tx, corpus, hosts[jax.process_index()], state, facts,
+                                             saves, journal, interrupt)
+        except (checkpoint.SaveFailed, OSError) as error:
+            failure = f"{type(error).__name__}: {error}"
+        except BaseException:
+            print(f"train.py: the newest checkpoint is {checkpoint.newest(folder)}", file=sys.stderr)
+            raise
+        if failure:
+            state = None  # what is read back takes its place
+            refuse(f"{failure}. {usable(folder, target, leaves)}")
+    if not finished:
+        saved = f", saved in {folder / str(step)}" if step else ", before there was anything to save"
+        print(f"stopped at step {step} of {cfg.steps}{saved}; the same command goes on", flush=True)
+        sys.exit(STOPPED)
     if cfg.sample_tokens:
         show_sample(cfg, mesh, task, corpus, averaged(cfg, state))
-    print(f"{workdir / 'loss.png'}, beside it metrics.jsonl, TensorBoard events, and checkpoints/{cfg.steps}")
+    print(f"{workdir / 'loss.png'}, beside it metrics.jsonl and TensorBoard events; step {step} is {folder / str(step)}")
 
 
-def loop(cfg, mesh, task, tx, corpus, own, state, sequences, saves, journal):
-    """The state of cfg.steps, from `state`, which has seen `sequences`. `own` are this host's rows of a micro-batch."""
+def loop(cfg, mesh, task, tx, corpus, own, state, facts, saves, journal, interrupt):
+    """(state, its step, whether all is done): at cfg.steps, or where the run was asked to stop.
+
+    `facts` are those of `state`; `own` are this host's rows of a micro-batch.
+    """
     run_step, run_eval = make_step(cfg, mesh, task, tx), make_eval(cfg, mesh, task)
     on_mesh = partial(data.put, mesh, task.batch(cfg), own=own, micro=cfg.batch // cfg.accum)
-    first, running, unread = int(state.step), collections.deque(), None
+    first, sequences, running, unread = int(state.step), facts["sequences"], collections.deque(), None
+
+    def evaluations(step):
+        """log_pplx of the first evaluation, None where there is none or the run was asked to stop; and whether that."""
+        results = []
+        for name, source in corpus.valid.items():
+            inputs = map(on_mesh, data.eval_batches(cfg, source, name, own, (step - 1) // cfg.eval_every))
+            result = evaluate(run_eval, averaged(cfg, state), inputs, interrupt)
+            if not result:
+                return None, False
+            journal.evaluated(step, name, result)
+            results.append({"log_pplx": result["log_pplx"]})
+        return next(iter(results), None), True
+
     with contextlib.closing(data.stream(cfg, corpus, sequences, own)) as batches:
-        for step in range(first + 1, cfg.steps + 1):
-            state, report = run_step(state, on_mesh(next(batches)))
+        for step in range(first, cfg.steps + 1):  # the first is taken, but an evaluation may have been cut off
+            consumed, last, metrics, evaluated = sequences + (step - first) * cfg.batch, step == cfg.steps, None, True
+            logs, evaluates, saving = (step > first and (last or step % every == 0)
+                                       for every in (cfg.log_every, cfg.eval_every, cfg.checkpoint_every))
+            if step > first:
+                state, report = run_step(state, on_mesh(next(batches)))
+                running.append(report)
             if step == first + 1:
                 print(f"compiled in {journal.lap(first)[0]:.1f} s", flush=True)
             if unread:  # a report is read when the step after it is under way
                 journal.trained(*unread)
-            last, consumed = step == cfg.steps, sequences + (step - first) * cfg.batch
-            logs, evaluates, saving = (last or step % every == 0
-                                       for every in (cfg.log_every, cfg.eval_every, cfg.checkpoint_every))
-            unread = (step, report, consumed * cfg.seq) if logs or step == 1 else None
-            if unread and (evaluates or saving):
+            unread = (step, report, consumed * cfg.seq) if logs or step == 1 != first else None
+            stopping = interrupt.asked()
+            if unread and (evaluates or saving or stopping):
                 journal.trained(*unread)
                 unread = None
-            for name, source in corpus.valid.items() if evaluates else ():
-                turn = (step - 1) // cfg.eval_every
-                inputs = map(on_mesh, data.eval_batches(cfg, source, name, own, turn))
-                journal.evaluated(step, name, evaluate(run_eval, averaged(cfg, state), inputs))
-            if saving:
-                checkpoint.save(saves, step, state, {"sequences": consumed})
+            if evaluates or not facts["evaluated"] and step == first:
+                metrics, evaluated = (None, False) if stopping else evaluations(step)
+                stopping = not evaluated
+            if (saving or stopping) and step > saves.step:
+                said = {"config": flat(cfg), "sequences": consumed, "evaluated": evaluated}
+                state = saves.save(step, state, said, metrics)
             if evaluates or saving:
                 journal.lap(step)  # their time is not the steps'
-            running.append(report)
+            if stopping:
+                break
             if len(running) > 2:  # the host stays two steps ahead: more would only hold more batches
                 jax.block_until_ready(running.popleft())
-    return state
+    return state, step, last and evaluated
+
+
+def usable(folder, target, leaves):
+    """Says which checkpoint is still good, after it is read back (by one of several processes: its files checked)."""
+    try:
+        if jax.process_count() == 1:
+            checkpoint.restore(folder, target, leaves)
+        newest = checkpoint.newest(folder)
+    except (ValueError, OSError) as error:
+        return f"There is no good checkpoint: {error}"
+    return f"The checkpoint {newest} is good, and the same command goes on from it" if newest else "No step was saved"
 
 
 def show_sample(cfg, mesh, task, corpus, params):
@@ -490,8 +612,10 @@ def show_sample(cfg, mesh, task, corpus, params):
 
 # ---- the command line ----------------------------------------------------------------------------------------------
 
-FLAGS = {"config": "tiny", "workdir": "", "mode": "train", "topology": ""}
+FLAGS = {"config": "tiny", "workdir": "", "mode": "train", "topology": "",
+         "coordinator": "", "processes": "", "process": "", "heartbeat": "100"}
 TASK = transformer
+STOPPED = os.EX_TEMPFAIL  # 75, the exit status of a run that a signal stopped, and the same command continues
 
 
 def refuse(reason):
@@ -551,13 +675,14 @@ def main(argv):
                 raise ValueError(f"--{flag}={word}: no such {flag}; did you mean {configs.nearest(word, known)}? "
                                  f"There are: {', '.join(known)}")
         cfg = configs.override(configs.CONFIGS[name](), words)
+        join(flags)
         is_frozen(cfg, TASK.params(cfg))
         if mode == "train" and not any(word.startswith("vocab=") for word in words):
             cfg = data.fitting(cfg)
     except ValueError as error:
         refuse(error)
-    logging.set_verbosity(logging.ERROR)  # Orbax narrates
-    MODES[mode](name, cfg, Path(flags["workdir"] or default_workdir(name, words)))
+    logging.set_verbosity(logging.FATAL)  # Orbax narrates, and its errors are raised too
+    MODES[mode](name, cfg, flags["workdir"] or default_workdir(name, words))
 
 
 def default_workdir(name, words):
@@ -567,26 +692,75 @@ def default_workdir(name, words):
     return f"runs/{plain}" + (f"-{zlib.crc32(said.encode()):08x}" if plain != said else "")
 
 
+def join(flags):
+    """Joins the processes of a run, one a host: --coordinator=HOST:PORT (that of process 0) --processes=N --process=I,
+    or --coordinator=auto where TPU, Slurm or MPI tell them. A process that is silent for --heartbeat=SECONDS is dead,
+    and ends the others. Raises ValueError for flags that do not say this."""
+    asked = {name: flags[name] for name in ("processes", "process", "heartbeat")}
+    numbers = {name: int(value) for name, value in asked.items() if value.isdecimal()}
+    if not flags["coordinator"]:
+        if asked["processes"] or asked["process"]:
+            raise ValueError("--processes and --process need --coordinator=HOST:PORT")
+        return
+    where = {}
+    if flags["coordinator"] != "auto":
+        if numbers.keys() != asked.keys() or not numbers["process"] < numbers["processes"] or \
+                not re.fullmatch(r".+:\d+", flags["coordinator"]):
+            said = " ".join(f"--{name}={value}" for name, value in asked.items())
+            raise ValueError(f"--coordinator={flags['coordinator']} {said}: it is --coordinator=HOST:PORT --processes=N "
+                             f"--process=I, with I from 0 to N - 1, or --coordinator=auto; --heartbeat is in seconds")
+        where = dict(coordinator_address=flags["coordinator"], num_processes=numbers["processes"],
+                     process_id=numbers["process"])
+    jax.config.update("jax_enable_preemption_service", False)  # Interrupt hears of signals, also of SIGINT
+    try:
+        jax.distributed.initialize(**where, heartbeat_timeout_seconds=numbers["heartbeat"])
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(f"--coordinator={flags['coordinator']}: {error}") from error
+    if jax.process_index():
+        sys.stdout = open(os.devnull, "w")  # process 0 alone tells
+
+
 def run_training(name, cfg, workdir):
-    try:  # what is wrong with devices or data ends the run in one line, before any compile
+    try:  # what is wrong with devices, data or folders ends the run in one line, before any compile
         cfg, mesh = on_devices(cfg)
         corpus = data.load(cfg)
+        home = checkpoint.place(workdir)
+        workdir = Path(workdir) if "://" not in workdir else Path("runs", re.sub(r"[^\w.,=+-]", "_", workdir))
         workdir.mkdir(parents=True, exist_ok=True)
+        lock = claim(workdir)
     except (ValueError, OSError) as error:
         refuse(f"{name}: {error}")
     said = " ".join(f"{key}={value}" for key, value in flat(cfg).items())
     print(textwrap.fill(f"{name}: {said}", 120, subsequent_indent="  "))
-    train(cfg, mesh, TASK, corpus, workdir)
+    train(cfg, mesh, TASK, corpus, workdir, home)
+
+
+def claim(workdir):
+    """Locks a run's folder, for as long as the file that is returned is open. Raises ValueError if another run has."""
+    if jax.process_index():
+        return None
+    lock = open(workdir / "lock", "w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ValueError(f"another run writes to {workdir}; wait for its end, or take another --workdir") from error
+    return lock
+
+
+def tell_changes(cfg, facts):
+    """Prints what is not as it was in the run that is being continued."""
+    then, now = facts["config"], flat(cfg)
+    for key in sorted({*then, *now}):
+        if then.get(key) != now.get(key):
+            print(f"changed since the last start: {key}={then.get(key)} is now {now.get(key)}")
 
 
 def keep_config(cfg, workdir):
-    """Writes config.json, and says what is not as it was in the run that is being continued."""
-    path, now = workdir / "config.json", flat(cfg)
-    before = json.loads(path.read_text()) if path.exists() else now
-    for key in sorted({*before, *now}):
-        if before.get(key) != now.get(key):
-            print(f"changed since the last start: {key}={before.get(key)} is now {now.get(key)}")
-    path.write_text(json.dumps(now, indent=1))
+    """Writes config.json."""
+    if not jax.process_index():
+        part = workdir / "config.part"
+        part.write_text(json.dumps(flat(cfg), indent=1))
+        os.replace(part, workdir / "config.json")
 
 
 def run_compile(name, cfg, workdir):
