@@ -2562,6 +2562,151 @@ def test_a_checkpoint_of_another_state_is_refused_by_name(text, tmp_path):
     assert json.loads((tmp_path / "w/config.json").read_text())["layers"] == 2  # as the run was
 
 
+def damage(step, how):
+    """Harms a step's folder as a disk, a kill or a person may."""
+    largest = max((p for p in step.rglob("*") if p.is_file() and "/d/" in str(p)), key=lambda p: p.stat().st_size)
+    if how == "flipped":
+        flip(largest, largest.stat().st_size // 2)
+    elif how == "flipped, unsealed":  # killed before the sums were written: only the digests can tell
+        (step / checkpoint.SUMS).unlink()
+        for at in range(100, largest.stat().st_size, 500):
+            flip(largest, at)
+    elif how == "truncated":
+        os.truncate(largest, 100)
+    elif how == "deleted":
+        largest.unlink()
+    elif how == "facts":
+        path = step / "_CHECKPOINT_METADATA"
+        path.write_text(path.read_text().replace('"sequences": 96', '"sequences": 97'))
+        (step / checkpoint.SUMS).unlink()
+    elif how == "empty":
+        shutil.rmtree(step)
+        step.mkdir()
+
+
+@pytest.mark.parametrize("how", ["flipped", "flipped, unsealed", "truncated", "deleted", "facts", "empty"])
+def test_a_damaged_step_is_set_aside_and_the_one_before_it_taken(how, text, capsys, tmp_path):
+    start_run(text, "--workdir=w", "sample_tokens=0")
+    folder = tmp_path / "w/checkpoints"
+    whole = train.read_metrics(tmp_path / "w")
+    damage(folder / "6", how)
+    capsys.readouterr()
+    start_run(text, "--workdir=w", "sample_tokens=0")
+    said = capsys.readouterr()
+    assert "continues from step 3" in said.out and re.search("WARNING: .*/6 cannot be used.*6.damaged", said.err)
+    again = train.read_metrics(tmp_path / "w")
+    for key in ("loss", "grad_norm", "eval/valid/log_pplx"):
+        assert [r[key] for r in whole if key in r] == [r[key] for r in again if key in r]  # bit for bit
+    assert {p.name for p in folder.iterdir()} == {"3", "6", "6.damaged"}
+
+
+def test_single_bit_flips_anywhere_in_a_step_are_detected(text, tmp_path):
+    start_run(text, "--workdir=w", "steps=1", "sample_tokens=0")
+    step = checkpoint.place(str(tmp_path / "w/checkpoints/1"))
+    files = [tmp_path / "w/checkpoints/1" / name for name in sorted(checkpoint.files_of(step))]
+    checkpoint.examine(step)
+    rng = np.random.default_rng(0)
+    sizes = np.array([p.stat().st_size for p in files])
+    for path in rng.choice(files, 20, p=sizes / sizes.sum()):
+        at, bit = int(rng.integers(path.stat().st_size)), 1 << int(rng.integers(8))
+        flip(path, at, bit)
+        with pytest.raises(checkpoint.Damaged):
+            checkpoint.examine(step)
+        flip(path, at, bit)
+    checkpoint.examine(step)
+
+
+def test_steps_of_which_none_is_good_stop_the_run(text, tmp_path):
+    start_run(text, "--workdir=w", "steps=1", "sample_tokens=0")
+    damage(tmp_path / "w/checkpoints/1", "truncated")
+    with pytest.raises(SystemExit, match="none of the 1 steps .* can be used"):
+        start_run(text, "--workdir=w", "steps=2")
+
+
+def test_digests_see_a_bit_and_no_sharding_or_padding():
+    x = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
+    i = np.arange(x.size, dtype=np.uint32).reshape(x.shape)
+    expected = int(np.sum(x.view(np.uint32) * (2 * i + 1), dtype=np.uint32))
+    mesh = make_mesh((1, 2, 2, 1, 2), (1,) * 5, jax.devices())
+    for spec in (P(), P("fsdp"), P("tensor", "fsdp"), P(None, ("data", "tensor"))):
+        for array in (x, np.pad(x, ((0, 8), (0, 0))), np.pad(x, ((0, 0), (0, 16)))):
+            here = NamedSharding(mesh, spec)
+            struct = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=here)
+            leaves = {"x": checkpoint.Leaf(struct, struct, x.shape)}
+            assert checkpoint.digests({"x": jax.device_put(array, here)}, leaves) == {"x": expected}
+
+
+def test_a_checkpoint_fits_every_mesh_bit_for_bit(tmp_path):
+    """Padding to another multiple (tensor=3), rounds and shardings change; values and placements are those asked for."""
+    meshes = (dict(ici=Axes(fsdp=8), rounds=2), dict(ici=Axes(tensor=4)), dict(), dict(ici=Axes(tensor=3)))
+    fields = dict(heads=12, kv_heads=12, d_ff=24, seq=24, tied=False, ema_decay=0.5)
+
+    def parts(cfg):
+        mesh, table = mesh_of(cfg), model.transformer_params(cfg)
+        target = train.abstract_state(cfg, mesh, table, train.make_optimizer(cfg, table))
+        return target, checkpoint.layout(target, table), table, mesh
+
+    cfg = family("llama", **fields | meshes[0])
+    target, leaves, table, mesh = parts(cfg)
+    init = partial(train.init_state, cfg, table, train.make_optimizer(cfg, table))
+    state = jax.jit(init, out_shardings=train.places(target))()
+    before = {n: np.asarray(x) for n, x in zip(leaves, jax.tree.leaves(state))}
+    folder = checkpoint.place(str(tmp_path / "c"))
+    with checkpoint.Saves(folder, leaves, cfg) as saves:
+        state = saves.save(1, state, {"sequences": 0})
+    for name, x in zip(leaves, jax.tree.leaves(state)):
+        assert np.array_equal(x, before[name]), name
+    for changes in meshes:
+        target, leaves, *_ = parts(family("llama", **fields | changes))
+        got, _ = checkpoint.restore(folder, target, leaves)
+        for (name, leaf), x in zip(leaves.items(), jax.tree.leaves(got)):
+            real = tuple(slice(n) for n in leaf.size)
+            assert x.sharding == leaf.held.sharding and x.shape == leaf.held.shape, name
+            a, b = (v.reshape(-1, *v.shape[-(len(leaf.size) - 1):]) if v.ndim > len(leaf.size) else v
+                    for v in (np.asarray(x), before[name]))
+            assert np.array_equal(a[real], b[real]), name
+
+
+def test_another_run_begins_with_its_parameters(text, capsys, tmp_path):
+    start_run(text, "--workdir=a", "steps=1", "sample_tokens=0")
+    with pytest.raises(SystemExit, match="unembed is absent there"):
+        start_run(text, "--workdir=b", "init_from=a", "tied=false")
+    rules = tmp_path / "rules.json"
+    rules.write_text(json.dumps({"rules": [["(layers/.*)", r"\1"], ["(.*)", r"\1"]], "ignore": ["unembed"]}))
+    start_run(text, "--workdir=b", "init_from=a@1", f"rules={rules}", "tied=false", "steps=1", "learning_rate=0")
+    out = capsys.readouterr().out
+    assert "layers/wq from layers/wq (rule (layers/.*))" in out and "unembed begins anew (ignore unembed)" in out
+    digests = [checkpoint.examine(checkpoint.place(str(tmp_path / f"{n}/checkpoints/1")))["arrays"] for n in "ab"]
+    for name in digests[0]:
+        if name.startswith("params/"):
+            assert digests[0][name] == digests[1][name], name
+    rules.write_text(json.dumps({"rules": [["layers/(.*)", r"blocks/\1"]], "ignore": ["nothing"]}))
+    with pytest.raises(SystemExit) as stop:
+        start_run(text, "--workdir=c", "init_from=a", f"rules={rules}")
+    for word in ("embed here matches no rule", "come from blocks/wq, which is not there", "layers/wq there is not used",
+                 "nothing matches nothing"):
+        assert word in str(stop.value), word
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_stops_and_the_same_command_goes_on(number, text, tmp_path):
+    words = [text, *(w for w in FEW if not w.startswith(("steps", "sample"))), "steps=200000", "sample_tokens=0"]
+    env = {**os.environ, "JAX_NUM_CPU_DEVICES": "1", "JAX_COMPILATION_CACHE_DIR": str(CACHE)}
+    command = [sys.executable, str(HERE / "train.py"), "--workdir=w", "checkpoint_every=1000000", "eval_every=1000000"]
+    command += [w for w in words if not w.startswith(("checkpoint_every", "eval_every"))]
+    for _ in range(2):
+        with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as p:
+            for line in p.stdout:
+                if line.startswith("step "):
+                    break
+            p.send_signal(number)
+            out, err = p.communicate(timeout=60)
+        assert p.returncode == 75, err
+        step = int(re.search("stopped at step ([0-9]+) of 200000, saved in", out)[1])
+        assert (tmp_path / f"w/checkpoints/{step}/sums.json").exists()
+    assert "continues from step" in out or step > 1
+
+
 def test_each_command_has_a_folder_of_its_own():
     folder = train.default_workdir
     assert folder("tiny", []) == "runs/tiny" and folder("tiny", ["steps=5"]) == "runs/tiny,steps=5"
