@@ -433,10 +433,10 @@ class Interrupt:
         return len(self.launched) > 1 and bool(self.launched.popleft())
 
 
-def evaluate(run, params, batches, interrupt):
+def evaluate(run, params, batches, asked=lambda: False):
     """{log_pplx, accuracy, num_predictions} over batches that lie on the mesh; host sums in float64.
 
-    None if the run was asked to stop meanwhile.
+    None once asked() says to stop.
     """
     sums, launched = collections.defaultdict(lambda: np.zeros(2)), collections.deque()
 
@@ -446,7 +446,7 @@ def evaluate(run, params, batches, interrupt):
 
     for batch in batches:
         launched.append(run(params, batch))
-        if interrupt.asked():
+        if asked():
             return None
         if len(launched) > 2:  # read behind, as in training
             read(launched.popleft())
@@ -551,7 +551,7 @@ def loop(cfg, mesh, task, tx, corpus, own, state, facts, saves, journal, interru
         results = []
         for name, source in corpus.valid.items():
             inputs = map(on_mesh, data.eval_batches(cfg, source, name, own, (step - 1) // cfg.eval_every))
-            result = evaluate(run_eval, averaged(cfg, state), inputs, interrupt)
+            result = evaluate(run_eval, averaged(cfg, state), inputs, interrupt.asked)
             if not result:
                 return None, False
             journal.evaluated(step, name, result)
