@@ -239,10 +239,25 @@ def compare(facts, leaves):
         raise ValueError(f"{len(differ)} arrays differ: {'; '.join(differ)}")
 
 
+def agree(problem):
+    """The first of what is wrong in any process, in all of them; "" where nothing is."""
+    told = np.zeros(1000, np.uint8)
+    text = problem.encode()[:1000]
+    told[:len(text)] = list(text)
+    rows = multihost_utils.process_allgather(told) if jax.process_count() > 1 else [told]
+    return next((text for text in (bytes(row).rstrip(b"\0").decode(errors="replace") for row in np.asarray(rows)) if text), "")
+
+
 def load(step, facts, leaves):
-    """{name: array, as it is stored} of `leaves`; others are not read. Raises Damaged for what is not what was saved."""
+    """{name: array, as it is stored} of `leaves`; others are not read.
+
+    Raises Damaged, in every process, for what is not what was saved.
+    """
     wanted = {name: leaves[name].stored if name in leaves else ocp.PLACEHOLDER for name in facts["arrays"]}
-    context = ocp.Context()
+    # Each process reads its own shards and waits for none: where one fails, the others hear of it from `agree`.
+    alone, problem, context = jax.process_index(), "", ocp.Context()
+    context.multiprocessing.primary_host, context.multiprocessing.active_processes = alone, {alone}
+    context.multiprocessing.barrier_sync_key_prefix = f"process{alone}"
     # A vocabulary may be padded to another multiple here: by zeros, which compare and the digests leave out.
     context.array.loading.enable_padding_and_truncation = any(
         facts["arrays"][name]["shape"] != list(leaf.stored.shape) for name, leaf in leaves.items())
@@ -252,7 +267,9 @@ def load(step, facts, leaves):
     except (jax.errors.JaxRuntimeError, MemoryError):  # the device's trouble, not the file's
         raise
     except Exception as error:  # of all kinds, by what is damaged
-        raise Damaged(f"it does not load ({type(error).__name__}: {short(error)})") from error
+        problem = f"it does not load ({type(error).__name__}: {short(error)})"
+    if problem := agree(problem):
+        raise Damaged(problem)
     named = {name: named[name] for name in leaves}
     wrong = [name for name, digest in digests(named, leaves).items() if digest != facts["arrays"][name]["digest"]]
     if wrong:
