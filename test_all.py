@@ -2746,6 +2746,136 @@ def test_shakespeare_is_what_nanogpt_trains_on():
     assert (len(train_ids), len(valid_ids)) == (1_003_854, 111_540) and int(train_ids.max()) == 64
 
 
+# ---- killed, and started again -------------------------------------------------------------------------------------
+
+KILLED = [  # slow evaluations, a save every other step: each phase can be met
+    *(w for w in FEW if not w.startswith(("steps", "log_every", "eval_every", "checkpoint_every", "sample"))),
+    *("steps=24", "log_every=1", "eval_every=6", "checkpoint_every=4", "sample_tokens=0", "ici.fsdp=4", "ici.data=-1"),
+]
+PHASES = ("compile", "step", "save", "eval", "shutdown")
+
+
+class Run:
+    """`python train.py` in as many processes as are asked for, of 4 devices each, started at once in the folder `at`."""
+
+    def __init__(self, at, *words, processes=1):
+        self.at, self.folder = at, at / "w/checkpoints"
+        flags = [[]]
+        if processes > 1:
+            with socket.socket() as s:
+                s.bind(("localhost", 0))
+                port = s.getsockname()[1]
+            flags = [[f"--coordinator=localhost:{port}", f"--processes={processes}", f"--process={i}", "--heartbeat=10"]
+                     for i in range(processes)]
+        names = {word.split("=")[0] for word in words}
+        command = [sys.executable, str(HERE / "train.py"), "--workdir=w", *words,
+                   *(w for w in KILLED if w.split("=")[0] not in names)]
+        env = {**os.environ, "JAX_NUM_CPU_DEVICES": "4", "JAX_COMPILATION_CACHE_DIR": str(CACHE)}
+        self.processes = []
+        for i, more in enumerate(flags):
+            with open(at / f"out{i}", "w") as out, open(at / f"err{i}", "w") as err:
+                self.processes.append(subprocess.Popen([*command, *more], cwd=at, env=env, stdout=out, stderr=err))
+
+    def said(self):
+        return (self.at / "out0").read_text()
+
+    def errors(self):
+        return "".join((self.at / f"err{i}").read_text() for i in range(len(self.processes)))
+
+    def phase(self):
+        """What it is at, by what it has said and what lies in its folder; "" where that cannot be told."""
+        said = self.said()
+        last = re.findall(r"step (\d+)/(\d+)  (\w+)", said)
+        if self.folder.exists() and any("tmp" in p.name for p in self.folder.iterdir()):
+            return "save" if not last or last[-1][0] != last[-1][1] else "shutdown"
+        if "a step\n" in said and not last:
+            return "compile"
+        if last:
+            step, steps, what = last[-1]
+            if step == steps and what != "loss":
+                return "shutdown"
+            return "eval" if what == "loss" and int(step) % 6 == 0 else "step"
+        return ""
+
+    def until(self, reached, seconds=120):
+        """Waits until reached() is true; returns whether it was before all was over."""
+        end = time.monotonic() + seconds
+        while not reached():
+            if all(p.poll() is not None for p in self.processes):
+                return False
+            assert time.monotonic() < end, self.said() + self.errors()
+            time.sleep(0.002)
+        return True
+
+    def wait(self, seconds=120):
+        """The exit statuses."""
+        self.until(lambda: False, seconds)
+        return [p.returncode for p in self.processes]
+
+
+def kill_at(run, phase, victims, delay):
+    """Kills processes of a run in a phase, and returns the phase that it was in when they died."""
+    if run.until(lambda: run.phase() == phase):
+        time.sleep(delay)
+    running = run.processes[0].poll() is None
+    for i in victims:
+        run.processes[i].kill()
+    run.wait(60)  # the others end by themselves
+    return run.phase() if running else "ended"
+
+
+def arrays_and_rows(at):
+    """What a run left: the digests of its last step, and the rows of metrics.jsonl without times."""
+    facts = checkpoint.examine(checkpoint.place(str(at / "w/checkpoints/24")))
+    rows = train.read_metrics(at / "w")
+    times = ("step_time", "tokens_per_second", "steps_per_second")
+    return facts["arrays"], [{k: v for k, v in r.items() if k not in times} for r in rows]
+
+
+def kill_and_compare(folder, text, processes, phases, victims, rng):
+    """Runs to the end once, and again with kills of `victims` in `phases`. Returns the phases that were hit."""
+    hit = []
+    for name in ("whole", "killed"):
+        (folder / name).mkdir()
+        for phase, killed in zip(phases, victims) if name == "killed" else ():
+            run = Run(folder / name, text, processes=processes)
+            hit.append(kill_at(run, phase, killed, rng.uniform(0, 0.3)))
+        run = Run(folder / name, text, processes=processes)
+        assert run.wait() == [0] * processes, run.said() + run.errors()
+    whole, killed = (arrays_and_rows(folder / name) for name in ("whole", "killed"))
+    assert whole == killed  # bit for bit
+    return hit
+
+
+@pytest.mark.parametrize("phases, victims", [(PHASES, [[0]] * 5), (("save", "step"), [[0, 1], [0]])])
+def test_killed_anywhere_a_run_ends_with_the_same_bits(phases, victims, long_text, tmp_path):
+    processes = 1 + (len(phases) == 2)
+    hit = kill_and_compare(tmp_path, long_text, processes, phases, victims, np.random.default_rng())  # other moments
+    assert "ended" not in hit[:-1], hit
+
+
+@pytest.mark.skipif("--soak" not in ASKED, reason="--soak: minutes of kills")
+def test_fifty_kills(long_text, tmp_path):
+    rng, hits = np.random.default_rng(), {1: [], 2: []}
+    for turn in range(40):
+        processes = 1 + turn % 2
+        (tmp_path / str(turn)).mkdir()
+        phases = [*rng.permutation(PHASES[:4]), "shutdown"]
+        victims = rng.permutation(5) % 3 if processes == 2 else np.zeros(5, int)
+        victims = [[[0], [1], [0, 1]][who] for who in victims]  # a process that is left ends when it misses the other
+        hits[processes] += kill_and_compare(tmp_path / str(turn), long_text, processes, phases, victims, rng)
+        counts = {p: sum(h.count(p) for h in hits.values()) for p in PHASES}
+        print(f"turn {turn}: killed {counts}", flush=True)
+        if all(sum(h.count(p) for p in PHASES) >= 25 for h in hits.values()) and min(counts.values()) >= 5:
+            return
+    raise AssertionError(f"some phase was hardly hit: {counts}")
+
+
+@pytest.fixture
+def long_text(tmp_path):
+    return f"data={corpus(tmp_path, **{'words.txt': 'to be, or not to be: that is the question. ' * 4000})}/words.txt"
+
+
 # ---- --bench: ratios of times, each of one run -----------------------------------------------------------------------
 
 
