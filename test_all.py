@@ -2767,6 +2767,7 @@ class Run:
                 port = s.getsockname()[1]
             flags = [[f"--coordinator=localhost:{port}", f"--processes={processes}", f"--process={i}", "--heartbeat=10"]
                      for i in range(processes)]
+        words = [f"eval_batches={60 // processes**2}", *words]
         names = {word.split("=")[0] for word in words}
         command = [sys.executable, str(HERE / "train.py"), "--workdir=w", *words,
                    *(w for w in KILLED if w.split("=")[0] not in names)]
