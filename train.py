@@ -1,6 +1,7 @@
 """One step, one loop, one command line.
 
     python train.py --config=NAME [--workdir=DIR] [--mode=train|compile] [--topology=cpu] [field=value ...]
+        --coordinator=HOST:PORT --processes=N --process=I, or --coordinator=auto: one process a host; --heartbeat=SECONDS
 
 The step: each device takes its part of the batch through loss and gradient (`make_gradients`), then Optax updates
 global arrays (`make_step`). The loop launches a step before it reads what the one before it reported.
@@ -727,7 +728,7 @@ def run_training(name, cfg, workdir):
         home = checkpoint.place(workdir)
         workdir = Path(workdir) if "://" not in workdir else Path("runs", re.sub(r"[^\w.,=+-]", "_", workdir))
         workdir.mkdir(parents=True, exist_ok=True)
-        lock = claim(workdir)
+        lock = claim(workdir)  # noqa: F841  held while this runs
     except (ValueError, OSError) as error:
         refuse(f"{name}: {error}")
     said = " ".join(f"{key}={value}" for key, value in flat(cfg).items())
