@@ -717,6 +717,8 @@ def join(flags):
         jax.distributed.initialize(**where, heartbeat_timeout_seconds=numbers["heartbeat"])
     except (ValueError, RuntimeError) as error:
         raise ValueError(f"--coordinator={flags['coordinator']}: {error}") from error
+    if jax.default_backend() == "cpu":  # jax 0.12: a step that one process compiles and another loads from the cache hangs
+        jax.config.update("jax_enable_compilation_cache", False)
     if jax.process_index():
         sys.stdout = open(os.devnull, "w")  # process 0 alone tells
 
