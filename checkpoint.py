@@ -369,11 +369,18 @@ class Saves:
         return self
 
     def __exit__(self, kind, value, trace):
+        failure = value
         try:
             self.wait()
-        finally:
-            self.behind.shutdown()
+        except SaveFailed as error:
+            failure = error
+        self.behind.shutdown()
+        try:
             self.orbax.close()
+        except Exception as error:  # of a save that failed, Orbax tells here once more
+            failure = failure or SaveFailed(f"step {self.step} could not be written ({type(error).__name__}: {short(error)})")
+        if failure is not value:
+            raise failure
 
 
 # ---- another run's parameters --------------------------------------------------------------------------------------

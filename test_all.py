@@ -2388,7 +2388,7 @@ def in_two_processes(program, **values):
         for rank in range(2)
     ]
     said = [p.communicate(timeout=120) for p in both]
-    assert not any(p.returncode for p in both), said
+    assert not any(p.returncode for p in both), "\n".join(err[-2000:] for _, err in said)
     return [json.loads(re.search("RESULT (.*)", out)[1]) for out, _ in said]
 
 
@@ -2767,10 +2767,9 @@ class Run:
                 port = s.getsockname()[1]
             flags = [[f"--coordinator=localhost:{port}", f"--processes={processes}", f"--process={i}", "--heartbeat=10"]
                      for i in range(processes)]
-        words = [f"eval_batches={60 // processes**2}", *words]
         names = {word.split("=")[0] for word in words}
         command = [sys.executable, str(HERE / "train.py"), "--workdir=w", *words,
-                   *(w for w in KILLED if w.split("=")[0] not in names)]
+                   *(w for w in (f"eval_batches={60 // processes**2}", *KILLED) if w.split("=")[0] not in names)]
         env = {**os.environ, "JAX_NUM_CPU_DEVICES": "4", "JAX_COMPILATION_CACHE_DIR": str(CACHE)}
         self.processes = []
         for i, more in enumerate(flags):
@@ -2804,7 +2803,10 @@ class Run:
         while not reached():
             if all(p.poll() is not None for p in self.processes):
                 return False
-            assert time.monotonic() < end, self.said() + self.errors()
+            if time.monotonic() > end:
+                for p in self.processes:
+                    p.kill()
+                raise TimeoutError(self.said() + self.errors())
             time.sleep(0.002)
         return True
 
@@ -2875,6 +2877,192 @@ def test_fifty_kills(long_text, tmp_path):
 @pytest.fixture
 def long_text(tmp_path):
     return f"data={corpus(tmp_path, **{'words.txt': 'to be, or not to be: that is the question. ' * 4000})}/words.txt"
+
+
+def test_a_signal_to_one_of_two_processes_stops_both_and_any_number_goes_on(long_text, tmp_path):
+    """Two processes, then one, then two: the losses of a run in one that nothing stopped. Each stop is a signal."""
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+    words = [long_text, "eval_batches=1", "ici.fsdp=-1"]
+    assert Run(tmp_path / "whole", *words, "ici.data=1").wait() == [0]
+    for processes, at in ((2, 3), (1, 12), (2, 99)):
+        run = Run(tmp_path / "parts", *words, "ici.data=1", processes=processes)
+        if run.until(lambda: f"step {at}/24" in run.said()):
+            run.processes[-1].send_signal(signal.SIGTERM)
+        assert run.wait() == [75 if at < 24 else 0] * processes, run.said() + run.errors()
+        assert at > 24 or "the same command goes on" in run.said()
+    whole, parts = (train.read_metrics(tmp_path / name / "w") for name in ("whole", "parts"))
+    for key in ("loss", "grad_norm", "eval/valid/log_pplx"):
+        a, b = ([(r["step"], r[key]) for r in rows if key in r] for rows in (whole, parts))
+        close(a, b, key)
+
+
+def test_a_signal_during_the_compile_acts_after_it_and_a_second_one_at_once(long_text, tmp_path):
+    run = Run(tmp_path, long_text)
+    run.until(lambda: run.phase() == "compile")
+    run.processes[0].send_signal(signal.SIGTERM)
+    assert run.wait() == [75] and "stopped at step" in run.said()
+    run = Run(tmp_path, long_text, "steps=100000")
+    run.until(lambda: "step 1/" in run.said())
+    for _ in range(2):
+        run.processes[0].send_signal(signal.SIGTERM)
+        time.sleep(0.05)
+    assert run.wait() == [128 + signal.SIGTERM] and "a second signal" in run.errors()
+
+
+def test_an_evaluation_that_a_signal_cuts_off_comes_again(long_text, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    start_run(long_text, "--workdir=whole", "sample_tokens=0")
+    evaluate, asked = train.evaluate, []
+
+    def interrupted(run, params, batches, stop):
+        def now():
+            asked.append(0)
+            if len(asked) == 3:  # between two batches of the first evaluation
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(0.2)
+            return stop()
+        return evaluate(run, params, batches, now)
+
+    monkeypatch.setattr(train, "evaluate", interrupted)
+    with pytest.raises(SystemExit, match="75"):  # without a name for it, whose traceback would hold the run's lock
+        start_run(long_text, "--workdir=parts", "sample_tokens=0")
+    assert len(asked) == 3
+    start_run(long_text, "--workdir=parts", "sample_tokens=0")
+    for key in ("loss", "eval/valid/log_pplx"):
+        a, b = ({r["step"]: r[key] for r in train.read_metrics(tmp_path / name) if key in r} for name in ("whole", "parts"))
+        assert {step: b[step] for step in a} == a  # bit for bit; a stop logs its step too
+
+
+def test_where_one_process_cannot_read_a_step_all_walk_back(tmp_path):
+    program = """
+import json, sys, jax, jax.numpy as jnp
+sys.path.insert(0, {here!r})
+jax.config.update("jax_num_cpu_devices", 2)
+rank = int(sys.argv[1])
+jax.distributed.initialize("localhost:{port}", 2, rank)
+import checkpoint, configs
+from jax.sharding import NamedSharding, PartitionSpec as P
+mesh = jax.make_mesh((4,), ("data",))
+target = {{"x": jax.ShapeDtypeStruct((8,), jnp.float32, sharding=NamedSharding(mesh, P("data")))}}
+leaves, folder = checkpoint.layout(target, {{}}), checkpoint.place({folder!r})
+make = jax.jit(lambda k: {{"x": jnp.arange(8.0) + k}}, out_shardings={{"x": target["x"].sharding}})
+with checkpoint.Saves(folder, leaves, configs.Config()) as saves:
+    for step in (1, 2):
+        saves.save(step, make(step), {{"sequences": step}})
+whole = checkpoint.ocp.load
+def load(step, wanted):
+    if rank and step.name == "2":
+        raise OSError("the disk of process 1 is gone")
+    return whole(step, wanted)
+checkpoint.ocp.load = load
+state, facts = checkpoint.restore(folder, target, leaves)
+first = float(jnp.sum(state["x"]) - 28) / 8
+print("RESULT", json.dumps([facts["sequences"], first, sorted(p.name for p in folder.iterdir())]))
+"""
+    assert in_two_processes(program, folder=str(tmp_path / "c")) == [[1, 1.0, ["1", "2.damaged"]]] * 2
+
+
+def test_every_array_that_differs_is_listed(tmp_path):
+    """Missing, extra, reshaped and retyped, each with both shapes and dtypes; nothing is cast or left out."""
+    here = NamedSharding(make_mesh((1, 8, 1, 1, 1), (1,) * 5, jax.devices()), P())
+
+    def target(**arrays):
+        structs = {n: jax.ShapeDtypeStruct(shape, dtype, sharding=here) for n, (shape, dtype) in arrays.items()}
+        return structs, checkpoint.layout(structs, {})
+
+    folder = checkpoint.place(str(tmp_path / "c"))
+    there, leaves = target(a=((4,), "float32"), b=((2, 3), "float32"), c=((), "int32"), d=((5,), "float32"))
+    with checkpoint.Saves(folder, leaves, Config()) as saves:
+        saves.save(1, {n: jax.device_put(np.full(s.shape, 16777217, s.dtype), here) for n, s in there.items()},
+                   {"sequences": 0})
+    got, _ = checkpoint.restore(folder, there, leaves)
+    assert int(got["c"]) == 16777217 and got["c"].dtype == np.int32
+    other = target(a=((4,), "bfloat16"), b=((3, 2), "float32"), c=((), "float32"), e=((1,), "float32"))
+    with pytest.raises(ValueError) as stop:
+        checkpoint.restore(folder, *other)
+    for line in ("5 arrays differ", "a is (4,) float32 there, (4,) bfloat16 here", "c is () int32 there, () float32 here",
+                 "b is (2, 3) float32 there, (3, 2) float32 here", "d is (5,) float32 there, absent here",
+                 "e is absent there, (1,) float32 here"):
+        assert line in str(stop.value), line
+
+
+def test_steps_are_those_taken_and_the_last_is_saved(text, capsys, tmp_path):
+    words = (text, "--workdir=w", "steps=10", "checkpoint_every=4", "eval_every=2", "keep_newest=9", "sample_tokens=0")
+    start_run(*words)
+    folder = tmp_path / "w/checkpoints"
+    assert sorted(int(p.name) for p in folder.iterdir()) == [4, 8, 10]
+    capsys.readouterr()
+    start_run(*words)
+    assert "steps=10 are taken: nothing to do" in capsys.readouterr().out
+    shutil.rmtree(folder / "10")  # as if it was killed while that was saved
+    (folder / "10.orbax-checkpoint-tmp").mkdir()
+    (folder / "11").mkdir()
+    start_run(*words)
+    said = capsys.readouterr()
+    assert "continues from step 8" in said.out and re.search("WARNING: .*/11 cannot be used", said.err)
+    assert {"4", "8", "10", "11.damaged"} <= {p.name for p in folder.iterdir()}
+
+
+def test_which_steps_stay(text, tmp_path):
+    start_run(text, "--workdir=w", "steps=9", "checkpoint_every=1", "eval_every=1", "sample_tokens=0", "keep_newest=2",
+              "keep_every=4", "keep_best=1", "learning_rate=0.01", "schedule=constant")
+    rows = train.read_metrics(tmp_path / "w")
+    evaluations = {r["step"]: r["eval/valid/log_pplx"] for r in rows if "eval/valid/log_pplx" in r}
+    kept = {int(p.name) for p in (tmp_path / "w/checkpoints").iterdir()}
+    assert kept == {4, 8, 9, min(evaluations, key=evaluations.get)}
+
+
+def test_a_full_disk_ends_the_run_and_the_step_before_is_good(long_text, tmp_path):
+    few = ("eval_batches=1", "d_model=64", "d_ff=200", "checkpoint_every=4")
+    assert Run(tmp_path, long_text, *few, "steps=4").wait() == [0]
+    largest = max(p.stat().st_size for p in (tmp_path / "w/checkpoints").rglob("*") if p.is_file())
+    import resource
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest // 2, before[1]))  # a process inherits it
+    try:
+        run = Run(tmp_path, long_text, *few)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert run.wait() == [1]
+    last = run.errors().strip().splitlines()[-1]
+    assert re.search("step 8 .*checkpoints/4 is good, and the same command goes on from it", last), last
+    run = Run(tmp_path, long_text, *few)
+    assert run.wait() == [0] and "continues from step 4" in run.said(), run.errors()
+
+
+def test_a_folder_that_cannot_be_written_is_named(text, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit, match="file"):
+        start_run(text, "--workdir=file/w")
+    (tmp_path / "w").mkdir()
+    (tmp_path / "w/checkpoints").write_text("")
+    with pytest.raises(SystemExit, match="checkpoints"):
+        start_run(text, "--workdir=w")
+    lock = train.claim(tmp_path / "w")
+    with pytest.raises(SystemExit, match="another run writes to w"):
+        start_run(text, "--workdir=w")
+    lock.close()
+
+
+def test_an_error_in_the_loop_waits_for_the_save(text, capsys, monkeypatch, tmp_path):
+    seal, trained = checkpoint.seal, train.Journal.trained
+
+    def slow(step):
+        time.sleep(1)
+        seal(step)
+
+    def broken(self, step, *rest):
+        if step > 3:
+            raise RuntimeError("a bug")
+        return trained(self, step, *rest)
+
+    monkeypatch.setattr(checkpoint, "seal", slow)
+    monkeypatch.setattr(train.Journal, "trained", broken)
+    with pytest.raises(RuntimeError, match="a bug"):
+        start_run(text, "--workdir=w", "log_every=1")
+    assert (tmp_path / "w/checkpoints/3/sums.json").exists()
+    assert capsys.readouterr().err.strip().endswith("checkpoints/3")
 
 
 # ---- --bench: ratios of times, each of one run -----------------------------------------------------------------------
