@@ -278,10 +278,9 @@ PAX_TAGS = {  # TensorBoard tags that Pax's users know
 class Journal:
     """What a run tells: lines on the terminal; in its workdir metrics.jsonl, TensorBoard events and loss.png."""
 
-    def __init__(self, cfg, mesh, task, workdir, step, about, evals):
-        """Keeps rows up to `step`: what a run that was cut off wrote after its last checkpoint comes again.
-
-        `evals` are the names of what is evaluated, each a word.
+    def __init__(self, cfg, mesh, task, workdir, step, evaluated, about, evals):
+        """Keeps rows up to `step`, its evaluations where they were all `evaluated`: what a run that was cut off wrote
+        after its last checkpoint comes again. `evals` are the names of what is evaluated, each a word.
         """
         self.cfg, self.workdir, self.devices = cfg, workdir, mesh.size
         self.flops, self.peak = task.flops(cfg), pgle.PEAK_FLOPS.get(mesh.devices.flat[0].device_kind)
@@ -289,12 +288,14 @@ class Journal:
         if jax.process_index():  # process 0 alone writes
             return
         from tensorboardX import SummaryWriter
-        kept = "".join(json.dumps(row) + "\n" for row in read_metrics(workdir) if row["step"] <= step)
-        (workdir / "metrics.part").write_text(kept)
+        kept = [row for row in read_metrics(workdir)
+                if row["step"] < step or row["step"] == step and (evaluated or "loss" in row)]
+        (workdir / "metrics.part").write_text("".join(json.dumps(row) + "\n" for row in kept))
         os.replace(workdir / "metrics.part", workdir / "metrics.jsonl")  # whole, whenever the run is killed
         self.file = open(workdir / "metrics.jsonl", "a", buffering=1)
-        names = "train", *(f"eval_test_{name}" for name in evals)
-        self.writers = {name: SummaryWriter(str(workdir / "summaries" / name), purge_step=step + 1) for name in names}
+        anew = {"train": step + 1} | {f"eval_test_{name}": step + evaluated for name in evals}
+        folder = workdir / "summaries"
+        self.writers = {name: SummaryWriter(str(folder / name), purge_step=first) for name, first in anew.items()}
         self.writers["train"].add_text("parameters", "    " + about.replace("\n", "\n    "), step)
 
     def lap(self, step):
@@ -358,10 +359,17 @@ class Journal:
 
 
 def read_metrics(workdir):
-    """The rows of metrics.jsonl; a last line that was cut short by a kill is left out."""
-    path = workdir / "metrics.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    """The rows of metrics.jsonl. What is no row is left out, loudly but for a last line that a kill cut short."""
+    path, rows = workdir / "metrics.jsonl", []
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    for number, line in enumerate(lines, 1):
+        if line.endswith(b"\n"):
+            try:
+                row = json.loads(line)
+                rows.append({"step": int(row["step"])} | row)
+            except (ValueError, KeyError, TypeError):
+                print(f"WARNING: {path} line {number} is no row and left out: {line[:60]}", file=sys.stderr)
+    return rows
 
 
 def plot(workdir):
@@ -517,7 +525,8 @@ def train(cfg, mesh, task, corpus, workdir, home):
         keep_config(cfg, workdir)
         failure = ""
         try:
-            with (contextlib.closing(Journal(cfg, mesh, task, workdir, first, about, corpus.valid)) as journal,
+            with (contextlib.closing(Journal(cfg, mesh, task, workdir, first, facts["evaluated"], about,
+                                             corpus.valid)) as journal,
                   checkpoint.Saves(folder, leaves, cfg) as saves):
                 state, step, finished = loop(cfg, mesh, task, tx, corpus, hosts[jax.process_index()], state, facts,
                                              saves, journal, interrupt)
@@ -717,7 +726,7 @@ def join(flags):
         jax.distributed.initialize(**where, heartbeat_timeout_seconds=numbers["heartbeat"])
     except (ValueError, RuntimeError) as error:
         raise ValueError(f"--coordinator={flags['coordinator']}: {error}") from error
-    if jax.default_backend() == "cpu":  # jax 0.12: a step that one process compiles and another loads from the cache hangs
+    if jax.default_backend() == "cpu":  # jax 0.12 hangs where one process loads a step that another compiles
         jax.config.update("jax_enable_compilation_cache", False)
     if jax.process_index():
         sys.stdout = open(os.devnull, "w")  # process 0 alone tells
