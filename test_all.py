@@ -9,6 +9,7 @@ what takes minutes; `--bench` prints ratios of times instead. Without arguments 
 import dataclasses
 import gzip
 import http.server
+import importlib.util
 import itertools
 import json
 import math
@@ -2692,23 +2693,43 @@ def test_another_run_begins_with_its_parameters(text, capsys, tmp_path):
         assert word in str(stop.value), word
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_and_stops_and_the_same_command_goes_on(number, text, tmp_path):
-    words = [text, *(w for w in FEW if not w.startswith(("steps", "sample"))), "steps=200000", "sample_tokens=0"]
-    env = {**os.environ, "JAX_NUM_CPU_DEVICES": "1", "JAX_COMPILATION_CACHE_DIR": str(CACHE)}
-    command = [sys.executable, str(HERE / "train.py"), "--workdir=w", "checkpoint_every=1000000", "eval_every=1000000"]
-    command += [w for w in words if not w.startswith(("checkpoint_every", "eval_every"))]
+LOAD_LIBTPU = """
+import os, sys
+os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_ACCELERATOR_TYPE": "v4-8",
+               "TPU_WORKER_HOSTNAMES": "localhost"}
+from jax.experimental import topologies
+topologies.get_topology_desc("v4:2x2x1", platform="tpu")  # from here on SIGTERM is libtpu's
+"""
+
+
+@pytest.mark.parametrize("number, libtpu", [(signal.SIGTERM, False), (signal.SIGINT, False), (signal.SIGTERM, True)])
+def test_a_signal_saves_and_stops_and_the_same_command_goes_on(number, libtpu, long_text, tmp_path):
+    if libtpu:
+        pytest.importorskip("libtpu", reason="pip install libtpu")
+    program = f"import sys; sys.path.insert(0, {str(HERE)!r})\n{LOAD_LIBTPU * libtpu}import train; train.main(sys.argv[1:])"
     for _ in range(2):
-        with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as p:
-            for line in p.stdout:
-                if line.startswith("step "):
-                    break
-            p.send_signal(number)
-            out, err = p.communicate(timeout=60)
-        assert p.returncode == 75, err
-        step = int(re.search("stopped at step ([0-9]+) of 200000, saved in", out)[1])
+        run = Run(tmp_path, long_text, "steps=200000", "checkpoint_every=1000000", "eval_every=1000000",
+                  program=["-c", program])
+        assert run.until(lambda: "step 1" in run.said())
+        run.processes[0].send_signal(number)
+        assert run.wait() == [75], run.errors()
+        step = int(re.search("stopped at step ([0-9]+) of 200000, saved in", run.said())[1])
         assert (tmp_path / f"w/checkpoints/{step}/sums.json").exists()
-    assert "continues from step" in out or step > 1
+    assert "continues from step" in run.said()
+
+
+@pytest.mark.parametrize("scheme, package", [("gs", "gcsfs"), ("s3", "s3fs")])
+def test_a_bucket_without_its_package_names_the_pip_command(scheme, package, text):
+    if importlib.util.find_spec(package):
+        pytest.skip(f"{package} is installed")
+    with pytest.raises(SystemExit, match=f"{scheme}://bucket/run: pip install {package}"):
+        start_run(text, f"--workdir={scheme}://bucket/run")
+
+
+def test_a_checkpoint_with_a_field_of_a_later_version_is_refused():
+    with pytest.raises(ValueError, match="colour=blue there, no field here"):
+        train.check_lasting(Config(), {"config": {"colour": "blue"}})
+    train.check_lasting(Config(), {"config": {}})  # of an earlier one: a field that is newer had its default
 
 
 def test_each_command_has_a_folder_of_its_own():
@@ -2762,7 +2783,7 @@ PHASES = ("compile", "step", "save", "eval", "shutdown")
 class Run:
     """`python train.py` in as many processes as are asked for, of 4 devices each, started at once in the folder `at`."""
 
-    def __init__(self, at, *words, processes=1):
+    def __init__(self, at, *words, processes=1, program=(str(HERE / "train.py"),)):
         self.at, self.folder = at, at / "w/checkpoints"
         flags = [[]]
         if processes > 1:
@@ -2772,7 +2793,7 @@ class Run:
             flags = [[f"--coordinator=localhost:{port}", f"--processes={processes}", f"--process={i}", "--heartbeat=10"]
                      for i in range(processes)]
         names = {word.split("=")[0] for word in words}
-        command = [sys.executable, str(HERE / "train.py"), "--workdir=w", *words,
+        command = [sys.executable, *program, "--workdir=w", *words,
                    *(w for w in (f"eval_batches={60 // processes**2}", *KILLED) if w.split("=")[0] not in names)]
         env = {**os.environ, "JAX_NUM_CPU_DEVICES": "4", "JAX_COMPILATION_CACHE_DIR": str(CACHE)}
         self.processes = []
@@ -3156,13 +3177,63 @@ def bench_loader(folder):
         server.shutdown()
 
 
+def bench_checkpoints(folder):
+    """Saves and restores of 512 MiB on 8 devices beside bare Orbax; training that saves beside training that does not."""
+    everywhere = NamedSharding(make_mesh((1, 8, 1, 1, 1), (1,) * 5, jax.devices()), P("data"))
+    structs = {f"x{i}": jax.ShapeDtypeStruct((2**21, 8), np.float32, sharding=everywhere) for i in range(8)}
+    leaves, ocp = checkpoint.layout(structs, {}), checkpoint.ocp
+    state = {n: jax.jit(partial(jax.random.normal, shape=s.shape), out_shardings=everywhere)(jax.random.key(i))
+             for i, (n, s) in enumerate(structs.items())}
+    home, numbers, blocked = checkpoint.place(str(folder / "saves")), itertools.count(1), []
+
+    def save():
+        since = time.perf_counter()
+        saves.save(next(numbers), state, {"sequences": 0})
+        blocked.append(1000 * (time.perf_counter() - since))
+        saves.wait()
+
+    digests = fastest(lambda: checkpoint.digests(state, leaves))
+    bare = fastest(lambda: ocp.save(checkpoint.place(str(folder / f"bare{next(numbers)}")), state), 3)
+    with checkpoint.Saves(home, leaves, Config(keep_newest=1)) as saves:
+        whole = fastest(save, 3)
+    blocked = min(blocked) - digests
+    print(f"512 MiB: written in {whole:.0f} ms, by bare Orbax in {bare:.0f} ms; the loop is blocked {blocked:.1f} ms: ratio "
+          f"{blocked / bare:.3f}; and {digests:.0f} ms by the digest", flush=True)
+    newest = checkpoint.newest(home)
+    bare = fastest(lambda: ocp.load(newest, structs), 3)
+    whole = fastest(lambda: checkpoint.restore(home, structs, leaves), 3)
+    print(f"restored in {whole:.0f} ms, {digests:.0f} ms of them the digest, by bare Orbax in {bare:.0f} ms: ratio "
+          f"{(whole - digests) / bare:.2f}", flush=True)
+
+    lap, ends = train.Journal.lap, []
+    train.Journal.lap = lambda *args: ends.append(time.perf_counter()) or lap(*args)
+    os.chdir(folder)
+    (folder / "words.txt").write_text("to be, or not to be: that is the question. " * 4000)
+    seconds = {10: [], 1000: []}
+    for turn in range(3):
+        for every, times in seconds.items():
+            ends.clear()
+            start_run("data=words.txt", f"--workdir=w{every}-{turn}", "seq=128", "d_model=128", "batch=64", "steps=61",
+                      "ici.fsdp=8", f"checkpoint_every={every}", "log_every=1", "eval_every=1000", "sample_tokens=0")
+            times.append(ends[-1] - ends[1])  # from the first step's report to the last's
+    step = checkpoint.newest(checkpoint.place(str(folder / "w10-0/checkpoints")))
+    structs = {name: jax.ShapeDtypeStruct(leaf["shape"], leaf["dtype"], sharding=NamedSharding(everywhere.mesh, P()))
+               for name, leaf in checkpoint.examine(step)["arrays"].items()}
+    state = ocp.load(step, structs)
+    write = fastest(lambda: ocp.save(checkpoint.place(str(folder / f"bare{next(numbers)}")), state), 3) / 1000
+    saving, plain = min(seconds[10]), min(seconds[1000])
+    print(f"60 steps in {plain:.2f} s, saving every 10 in {saving:.2f} s: tokens/s ratio {plain / saving:.3f}; ten steps "
+          f"are {plain / 6 / write:.0f} synchronous saves of {1000 * write:.0f} ms; all {seconds}", flush=True)
+
+
 # ---- python test_all.py --------------------------------------------------------------------------------------------
 
 if __name__ == "__main__":
     if "--bench" in ASKED:
-        with tempfile.TemporaryDirectory() as folder:
-            bench_loader(Path(folder))
-            bench_tokenizers(Path(folder))
+        for name, bench in [(name, thing) for name, thing in globals().items() if name.startswith("bench_")]:
+            if not sys.argv[2:] or name in sys.argv:
+                with tempfile.TemporaryDirectory() as folder:
+                    bench(Path(folder))
         raise SystemExit
     arguments = [a for a in sys.argv[1:] if a not in FLAGS] or ["-n", "2"]
     raise SystemExit(pytest.main([str(HERE / "test_all.py"), "-q", "-p", "no:cacheprovider", *arguments]))
