@@ -245,7 +245,7 @@ def agree(problem):
     text = problem.encode()[:1000]
     told[:len(text)] = list(text)
     rows = multihost_utils.process_allgather(told) if jax.process_count() > 1 else [told]
-    return next((text for text in (bytes(row).rstrip(b"\0").decode(errors="replace") for row in np.asarray(rows)) if text), "")
+    return next(filter(None, (bytes(row).rstrip(b"\0").decode(errors="replace") for row in np.asarray(rows))), "")
 
 
 def load(step, facts, leaves):
@@ -345,7 +345,7 @@ class Saves:
             saving = self.orbax.save_async(step, named, custom_metadata=facts | {"fingerprint": fingerprint(facts)},
                                            metrics=metrics)
         except Exception as error:  # of all kinds, by what fails
-            raise SaveFailed(f"step {step} cannot be saved ({type(error).__name__}: {short(error)})") from error
+            raise self.failed(error) from error
         self.pending = self.behind.submit(self.finish, step, saving)
         named = reshaped(named, {n: leaf.held for n, leaf in self.leaves.items()})
         return jax.tree.unflatten(jax.tree.structure(state), named.values())
@@ -363,7 +363,10 @@ class Saves:
             if pending:
                 pending.result()
         except Exception as error:
-            raise SaveFailed(f"step {self.step} could not be written ({type(error).__name__}: {short(error)})") from error
+            raise self.failed(error) from error
+
+    def failed(self, error):
+        return SaveFailed(f"step {self.step} could not be written ({type(error).__name__}: {short(error)})")
 
     def __enter__(self):
         return self
@@ -378,7 +381,7 @@ class Saves:
         try:
             self.orbax.close()
         except Exception as error:  # of a save that failed, Orbax tells here once more
-            failure = failure or SaveFailed(f"step {self.step} could not be written ({type(error).__name__}: {short(error)})")
+            failure = failure or self.failed(error)
         if failure is not value:
             raise failure
 
@@ -405,7 +408,7 @@ def read_rules(path):
 
 
 def renamed(here, there, rules, ignored):
-    """{name here: name there}, of parameters: the first rule whose regex matches a whole name here gives its name there.
+    """{name here: name there} of parameters: the first rule whose regex matches a whole name here names it there.
 
     Says which. Raises ValueError that lists every rule that is never used, and every name on either side that no rule
     matches and that is not ignored.

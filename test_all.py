@@ -2642,7 +2642,7 @@ def test_digests_see_a_bit_and_no_sharding_or_padding():
 
 
 def test_a_checkpoint_fits_every_mesh_bit_for_bit(tmp_path):
-    """Padding to another multiple (tensor=3), rounds and shardings change; values and placements are those asked for."""
+    """Padding to another multiple (tensor=3), rounds and shardings change; values and placements are those asked."""
     meshes = (dict(ici=Axes(fsdp=8), rounds=2), dict(ici=Axes(tensor=4)), dict(), dict(ici=Axes(tensor=3)))
     fields = dict(heads=12, kv_heads=12, d_ff=24, seq=24, tied=False, ema_decay=0.5)
 
@@ -2706,7 +2706,8 @@ topologies.get_topology_desc("v4:2x2x1", platform="tpu")  # from here on SIGTERM
 def test_a_signal_saves_and_stops_and_the_same_command_goes_on(number, libtpu, long_text, tmp_path):
     if libtpu:
         pytest.importorskip("libtpu", reason="pip install libtpu")
-    program = f"import sys; sys.path.insert(0, {str(HERE)!r})\n{LOAD_LIBTPU * libtpu}import train; train.main(sys.argv[1:])"
+    program = f"import sys; sys.path.insert(0, {str(HERE)!r})\n{LOAD_LIBTPU * libtpu}"
+    program += "import train; train.main(sys.argv[1:])"
     for _ in range(2):
         run = Run(tmp_path, long_text, "steps=200000", "checkpoint_every=1000000", "eval_every=1000000",
                   program=["-c", program])
@@ -2781,7 +2782,7 @@ PHASES = ("compile", "step", "save", "eval", "shutdown")
 
 
 class Run:
-    """`python train.py` in as many processes as are asked for, of 4 devices each, started at once in the folder `at`."""
+    """`python train.py` in as many processes as are asked for, of 4 devices each, started at once in folder `at`."""
 
     def __init__(self, at, *words, processes=1, program=(str(HERE / "train.py"),)):
         self.at, self.folder = at, at / "w/checkpoints"
@@ -3013,7 +3014,8 @@ def test_every_array_that_differs_is_listed(tmp_path):
     other = target(a=((4,), "bfloat16"), b=((3, 2), "float32"), c=((), "float32"), e=((1,), "float32"))
     with pytest.raises(ValueError) as stop:
         checkpoint.restore(folder, *other)
-    for line in ("5 arrays differ", "a is (4,) float32 there, (4,) bfloat16 here", "c is () int32 there, () float32 here",
+    for line in ("5 arrays differ", "a is (4,) float32 there, (4,) bfloat16 here",
+                 "c is () int32 there, () float32 here",
                  "b is (2, 3) float32 there, (3, 2) float32 here", "d is (5,) float32 there, absent here",
                  "e is absent there, (1,) float32 here"):
         assert line in str(stop.value), line
@@ -3178,7 +3180,7 @@ def bench_loader(folder):
 
 
 def bench_checkpoints(folder):
-    """Saves and restores of 512 MiB on 8 devices beside bare Orbax; training that saves beside training that does not."""
+    """Saves and restores of 512 MiB beside bare Orbax; training that saves beside training that does not."""
     everywhere = NamedSharding(make_mesh((1, 8, 1, 1, 1), (1,) * 5, jax.devices()), P("data"))
     structs = {f"x{i}": jax.ShapeDtypeStruct((2**21, 8), np.float32, sharding=everywhere) for i in range(8)}
     leaves, ocp = checkpoint.layout(structs, {}), checkpoint.ocp
@@ -3197,8 +3199,8 @@ def bench_checkpoints(folder):
     with checkpoint.Saves(home, leaves, Config(keep_newest=1)) as saves:
         whole = fastest(save, 3)
     blocked = min(blocked) - digests
-    print(f"512 MiB: written in {whole:.0f} ms, by bare Orbax in {bare:.0f} ms; the loop is blocked {blocked:.1f} ms: ratio "
-          f"{blocked / bare:.3f}; and {digests:.0f} ms by the digest", flush=True)
+    print(f"512 MiB: written in {whole:.0f} ms, by bare Orbax in {bare:.0f} ms; the loop is blocked {blocked:.1f} ms: "
+          f"ratio {blocked / bare:.3f}; and {digests:.0f} ms by the digest", flush=True)
     newest = checkpoint.newest(home)
     bare = fastest(lambda: ocp.load(newest, structs), 3)
     whole = fastest(lambda: checkpoint.restore(home, structs, leaves), 3)
@@ -3222,8 +3224,8 @@ def bench_checkpoints(folder):
     state = ocp.load(step, structs)
     write = fastest(lambda: ocp.save(checkpoint.place(str(folder / f"bare{next(numbers)}")), state), 3) / 1000
     saving, plain = min(seconds[10]), min(seconds[1000])
-    print(f"60 steps in {plain:.2f} s, saving every 10 in {saving:.2f} s: tokens/s ratio {plain / saving:.3f}; ten steps "
-          f"are {plain / 6 / write:.0f} synchronous saves of {1000 * write:.0f} ms; all {seconds}", flush=True)
+    print(f"60 steps in {plain:.2f} s, saving every 10 in {saving:.2f} s: tokens/s ratio {plain / saving:.3f}; ten "
+          f"steps are {plain / 6 / write:.0f} synchronous saves of {1000 * write:.0f} ms; all {seconds}", flush=True)
 
 
 # ---- python test_all.py --------------------------------------------------------------------------------------------
