@@ -1,7 +1,8 @@
 """One step, one loop, one command line.
 
     python train.py --config=NAME [--workdir=DIR] [--mode=train|compile] [--topology=cpu] [field=value ...]
-        --coordinator=HOST:PORT --processes=N --process=I, or --coordinator=auto: one process a host; --heartbeat=SECONDS
+        --coordinator=HOST:PORT --processes=N --process=I, or --coordinator=auto: one process a host;
+        --heartbeat=SECONDS
 
 The step: each device takes its part of the batch through loss and gradient (`make_gradients`), then Optax updates
 global arrays (`make_step`). The loop launches a step before it reads what the one before it reported.
@@ -471,7 +472,7 @@ def averaged(cfg, state):
 
 
 def check_lasting(cfg, facts):
-    """Raises ValueError that lists the fields which a run keeps for life and which differ from those in a checkpoint."""
+    """Raises ValueError that lists the fields which a run keeps for life and which a checkpoint has otherwise."""
     then, now = flat(configs.Config()) | facts["config"], flat(cfg)  # a field that is newer had its default
     unknown = [f"{key}={then[key]} there, no field here" for key in then if key not in now]
     differ = unknown + [f"{key}={then[key]} there, {now[key]} here" for key in configs.LASTING if then[key] != now[key]]
@@ -490,7 +491,8 @@ def first_state(cfg, table, tx, target, leaves, folder):
         return state._replace(bad_in_a_row=0 * state.bad_in_a_row), facts  # started again: a new chance
     loaded = {}
     if cfg.init_from:
-        loaded = checkpoint.begin_from(cfg.init_from, cfg.rules, {name: leaves[f"params/{name}"] for name in table}, print)
+        wanted = {name: leaves[f"params/{name}"] for name in table}
+        loaded = checkpoint.begin_from(cfg.init_from, cfg.rules, wanted, print)
     init = jax.jit(partial(init_state, cfg, table, tx), donate_argnums=0, out_shardings=places(target))
     return init(loaded), {"config": flat(cfg), "sequences": 0, "evaluated": True}
 
@@ -544,7 +546,8 @@ def train(cfg, mesh, task, corpus, workdir, home):
         sys.exit(STOPPED)
     if cfg.sample_tokens:
         show_sample(cfg, mesh, task, corpus, averaged(cfg, state))
-    print(f"{workdir / 'loss.png'}, beside it metrics.jsonl and TensorBoard events; step {step} is {folder / str(step)}")
+    print(f"{workdir / 'loss.png'}, beside it metrics.jsonl and TensorBoard events; step {step} is "
+          f"{folder / str(step)}")
 
 
 def loop(cfg, mesh, task, tx, corpus, own, state, facts, saves, journal, interrupt):
@@ -717,8 +720,9 @@ def join(flags):
         if numbers.keys() != asked.keys() or not numbers["process"] < numbers["processes"] or \
                 not re.fullmatch(r".+:\d+", flags["coordinator"]):
             said = " ".join(f"--{name}={value}" for name, value in asked.items())
-            raise ValueError(f"--coordinator={flags['coordinator']} {said}: it is --coordinator=HOST:PORT --processes=N "
-                             f"--process=I, with I from 0 to N - 1, or --coordinator=auto; --heartbeat is in seconds")
+            raise ValueError(f"--coordinator={flags['coordinator']} {said}: it is --coordinator=HOST:PORT "
+                             f"--processes=N --process=I, with I from 0 to N - 1, or --coordinator=auto; --heartbeat "
+                             f"is in seconds")
         where = dict(coordinator_address=flags["coordinator"], num_processes=numbers["processes"],
                      process_id=numbers["process"])
     jax.config.update("jax_enable_preemption_service", False)  # Interrupt hears of signals, also of SIGINT
